@@ -1,0 +1,97 @@
+"""A checkpoint's evaluation within a run: asked through whichever evaluator the run has, kept sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import inspect_eval
+import preparation
+import simple_eval
+import tinker_backend
+from checkpoint_manager import CheckpointManager
+from evaluation import EvaluationResult, SampleResult
+from logger import StructuredLogger
+
+TRUNCATED_WARNING = 0.05
+"""Share of replies cut at max_tokens above which the terminal says so."""
+
+
+async def ask_checkpoint(
+    prepared: preparation.Prepared,
+    folder: CheckpointManager,
+    backend: tinker_backend.Backend,
+    log: StructuredLogger,
+    *,
+    round: int,
+    model_path: str | None,
+    name: str,
+) -> EvaluationResult:
+    """Evaluate the sampler weights at `model_path` (None: the untouched base model) as `round` of the run.
+
+    Each sample is in the run folder before the next is counted; those of an interrupted attempt are not asked again.
+    Raises `EvaluationError` when too many fail: then there is no score.
+    """
+    settings = prepared.config.evaluation
+    sampling_client = await backend.create_sampling_client(
+        model_path=model_path, base_model=None if model_path else prepared.config.base_model
+    )
+    sampler = tinker_backend.ChatSampler(
+        sampling_client,
+        prepared.chat_format,
+        max_tokens=settings.max_tokens,
+        temperature=settings.temperature,
+        seed=prepared.config.seed,
+    )
+    known = folder.load_samples(round)
+    answered = sum(sample.error is None for sample in known)
+    if answered:
+        log.say(f"{name}: {answered} samples were answered before the interruption and are kept")
+    with log.progress(prepared.n_samples, f"evaluating {name}") as bar:
+        if answered:
+            bar.advance(answered)
+
+        def keep(sample: SampleResult) -> None:
+            folder.append_sample(round, sample)
+            bar.advance()
+
+        if prepared.evaluator == "simple":
+            assert prepared.evaluation_rows is not None, "the built-in evaluator is chosen only with an eval_file"
+            return await simple_eval.run_simple_evaluation(
+                sampler,
+                prepared.evaluation_rows.rows,
+                labels=prepared.labels,
+                task=preparation.EVAL_FILE_TASK,
+                done=known,
+                on_sample=keep,
+                max_errors=settings.max_errors,
+            )
+        return await inspect_eval.run_inspect_evaluation(
+            sampler,
+            prepared.tasks,
+            model_name=prepared.config.base_model,
+            log_dir=folder.evals_dir,
+            metadata={"run_id": folder.run_id, "round": round, "checkpoint": model_path or "base model"},
+            done=known,
+            on_sample=keep,
+            max_errors=settings.max_errors,
+        )
+
+
+def tell_score(row: Mapping[str, Any], max_tokens: int, log: StructuredLogger) -> None:
+    """Say how an evaluation came out, and where the model is weak."""
+    parts = [f"{row['n']} samples"]
+    if row["lenient_score"] is not None:
+        parts.append(f"lenient {row['lenient_score']:.3f}")
+    if row["nll"] is not None:
+        parts.append(f"{row['nll']:.3f} nats per target token")
+    if row["errors"]:
+        parts.append(f"{row['errors']} failed")
+    if row["truncated"] > TRUNCATED_WARNING:
+        parts.append(f"{row['truncated']:.0%} of the replies cut at {max_tokens} tokens")
+    interval = "" if row["ci_low"] is None else f" [{row['ci_low']:.3f}, {row['ci_high']:.3f}]"
+    name = "baseline" if row["round"] == 0 else f"round {row['round']}"
+    log.say(f"{name}: validation score {row['score']:.3f}{interval} ({', '.join(parts)})")
+    weak = [(label, part) for label, part in row["categories"].items() if part["score"] < 1][:3]
+    if weak:
+        log.say("  weakest: " + ", ".join(f"{label} {part['score']:.2f} of {part['n']}" for label, part in weak))

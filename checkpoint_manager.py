@@ -1,0 +1,430 @@
+"""The run folder: its lock, its state, checkpoints, samples, selections and results, and where to go on.
+
+    manager = CheckpointManager.create("runs", config.model_dump(), command="...", total_iters=30)
+    if not manager.is_done(1, "select"):
+        manager.write_selection(1, rows)
+        manager.phase_done(1, "select")
+
+    manager = CheckpointManager.open(resolve_run("runs", None))           # go on with the newest run
+    manager = CheckpointManager.open("runs/<run_id>", lock=False)         # only look
+
+What decides where a run stands is `state.json`, replaced as a whole: the phases that are done (`completed`) and the
+results of the rounds (`rounds`) are in it, so that a crash can never leave the two disagreeing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import durable_files
+from checkpoint_record import KINDS, Checkpoint, check_training_path
+from durable_files import storage_errors
+from error_handling import CheckpointError, ConfigurationError, RunLockedError, RunNotFoundError
+from evaluation import SampleResult
+from logger import redact, redact_values, utc_now
+from run_folders import find_latest_run, list_runs, new_run_id, resolve_run
+from run_lock import RunLock
+
+PHASES = ("baseline", "select", "train", "checkpoint", "evaluate", "submit", "decide", "heldout", "finish")
+STATUSES = ("running", "interrupted", "completed", "failed")
+
+__all__ = [
+    "PHASES",
+    "STATUSES",
+    "Checkpoint",
+    "CheckpointManager",
+    "check_training_path",
+    "find_latest_run",
+    "list_runs",
+    "resolve_run",
+]
+
+
+class CheckpointManager:
+    """One run folder. Writing needs the lock (`create`, `open`); `open(..., lock=False)` only reads.
+
+    `notes` collects what reading had to say (a torn line dropped, a checkpoint passed over), each once.
+    """
+
+    def __init__(self, run_dir: Path | str) -> None:
+        self.run_dir = Path(run_dir)
+        self.notes: list[str] = []
+        self._lock = RunLock(self.run_dir / "run.lock")
+        self._state: dict[str, Any] = {}
+        # False between taking an unfinished run and `record_resume`: until then it still reads as interrupted.
+        self._in_charge = False
+
+    @classmethod
+    def create(
+        cls, runs_dir: Path | str, config: Mapping[str, Any], *, command: str = "", **state_fields: Any
+    ) -> CheckpointManager:
+        """Make a new run folder in `runs_dir` and lock it; `config` (the resolved one) is written without secrets.
+
+        `state_fields` set or replace fields of `state.json` (`data_dir`, `total_iters`, `hparams`...). Raises
+        `StorageError` when the folder cannot be written.
+        """
+        runs_dir = Path(runs_dir)
+        run_id = new_run_id()
+        manager = cls(runs_dir / run_id)
+        with storage_errors(manager.run_dir, "make the run folder"):
+            manager.run_dir.mkdir(parents=True)
+            durable_files.fsync_folder(runs_dir)
+        manager._lock.acquire(command=redact(command))
+        try:
+            now = utc_now()
+            durable_files.write_json(manager.run_dir / "config.json", redact_values(config))
+            manager._in_charge = True
+            manager._write_state(
+                {
+                    "run_id": run_id,
+                    "status": "running",
+                    "phase": "baseline",
+                    "round": 0,
+                    "step": 0,
+                    "pid": os.getpid(),
+                    "command": command,
+                    "model": config.get("base_model"),
+                    "adapter_path": None,
+                    "data_dir": str(Path(config["train_file"]).parent) if config.get("train_file") else None,
+                    "log_path": str(manager.metrics_path),
+                    "total_iters": config.get("max_steps"),
+                    "save_every": config.get("save_every"),
+                    "hparams": {},
+                    "started_at": now,
+                    "updated_at": now,
+                    "best_val": None,
+                    "resume_history": [],
+                    "completed": {},
+                    "rounds": [],
+                    **state_fields,
+                }
+            )
+        except BaseException:
+            manager.close()
+            raise
+        return manager
+
+    @classmethod
+    def open(cls, run_dir: Path | str, *, lock: bool = True, command: str = "") -> CheckpointManager:
+        """Open an existing run folder; with `lock` as its one writer.
+
+        Raises `RunNotFoundError` when there is no run in it, `RunLockedError` when another process has it. With
+        `lock`, leftovers of a crash are cleared: temporary files, and torn last lines (see `notes`).
+        """
+        manager = cls(run_dir)
+        if not (manager.run_dir / "state.json").is_file():
+            raise RunNotFoundError(f"{manager.run_dir} is no run folder: it has no state.json")
+        if not lock:
+            manager._read_state()
+            return manager
+        manager._lock.acquire(command=redact(command))
+        try:
+            manager._read_state()
+            manager._in_charge = manager._state["status"] != "running"
+            for folder in (manager.run_dir, manager.run_dir / "samples", manager.run_dir / "selection"):
+                durable_files.remove_temporaries(folder)
+            for path in (*manager.run_dir.glob("*.jsonl"), *manager.run_dir.glob("samples/*.jsonl")):
+                manager._note(durable_files.repair_jsonl(path))
+        except BaseException:
+            manager.close()
+            raise
+        return manager
+
+    def close(self) -> None:
+        """Give the lock back. What is on disk stays as it is."""
+        self._lock.release()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def run_id(self) -> str:
+        return self.run_dir.name
+
+    @property
+    def config_path(self) -> Path:
+        return self.run_dir / "config.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.run_dir / "metrics.jsonl"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        return self.run_dir / "checkpoints.jsonl"
+
+    @property
+    def summary_path(self) -> Path:
+        return self.run_dir / "summary.json"
+
+    @property
+    def outbox_path(self) -> Path:
+        """EvalOps submissions that are still to be sent."""
+        return self.run_dir / "evalops_outbox.jsonl"
+
+    @property
+    def engine_dir(self) -> Path:
+        return self.run_dir / "engine"
+
+    @property
+    def evals_dir(self) -> Path:
+        return self.run_dir / "evals"
+
+    def samples_path(self, round: int) -> Path:
+        return self.run_dir / "samples" / f"round_{round:02d}.jsonl"
+
+    def selection_path(self, round: int) -> Path:
+        return self.run_dir / "selection" / f"round_{round:02d}.jsonl"
+
+    # State
+
+    def load_config(self) -> dict[str, Any]:
+        """The configuration the run was started with."""
+        return durable_files.read_json(self.config_path)
+
+    def load_state(self) -> dict[str, Any]:
+        """A copy of `state.json`; a `running` run whose process is gone reads as `interrupted`."""
+        if not self._lock.held:
+            self._read_state()
+        state = {**self._state}
+        alive = self._in_charge if self._lock.held else self._lock.is_held()
+        if state["status"] == "running" and not alive:
+            state["status"] = "interrupted"
+        return state
+
+    def update_state(self, **fields: Any) -> None:
+        """Set fields of `state.json`, all in one atomic replacement; `updated_at` is set too."""
+        self._write_state({**self._state, **fields})
+
+    def record_resume(self, *, command: str = "", **fields: Any) -> None:
+        """Take an unfinished or reopened run over: status `running`, this process's pid, a row in `resume_history`.
+
+        `fields` are kept in that row beside time, pid, and the phase, round and step gone on from.
+        """
+        row = {
+            "at": utc_now(),
+            "pid": os.getpid(),
+            **{key: self._state.get(key) for key in ("phase", "round", "step")},
+            **fields,
+        }
+        history = [*self._state.get("resume_history", []), row]
+        self._in_charge = True
+        changes: dict[str, Any] = {"status": "running", "pid": os.getpid(), "resume_history": history}
+        self.update_state(**changes, **({"command": command} if command else {}))
+
+    def start_phase(self, round: int, phase: str, **fields: Any) -> None:
+        """Say that `phase` of `round` is being worked on."""
+        self.update_state(round=round, phase=phase, **fields)
+
+    def phase_done(self, round: int, phase: str, **fields: Any) -> None:
+        """Record that `phase` of `round` is complete, together with `fields`, in one replacement of `state.json`."""
+        _known(phase, PHASES, "phase")
+        completed = self._completed()
+        done = completed.setdefault(str(round), [])
+        if phase not in done:
+            done.append(phase)
+        self.update_state(round=round, phase=phase, completed=completed, **fields)
+
+    def is_done(self, round: int, phase: str) -> bool:
+        """True when `phase` of `round` was completed, by this process or an earlier one."""
+        _known(phase, PHASES, "phase")
+        return phase in self._state.get("completed", {}).get(str(round), [])
+
+    def redo_from(self, round: int, phase: str, **fields: Any) -> None:
+        """Take back the completion of `phase` of `round` and of all after it, with the results of those rounds.
+
+        For a run that is reopened, or whose checkpoint is lost. Selections and samples that are taken back stay beside
+        as `round_NN.superseded.jsonl`.
+        """
+        first = PHASES.index(_known(phase, PHASES, "phase"))
+        completed = {
+            key: [done for done in phases if int(key) < round or PHASES.index(done) < first]
+            for key, phases in self._completed().items()
+            if int(key) <= round
+        }
+        scored_from = round if first <= PHASES.index("evaluate") else round + 1
+        chosen_from = round if first <= PHASES.index("select") else round + 1
+        self._need_lock()
+        # Files first: a crash before the state is written finds the phases still complete and comes here again.
+        for folder, start in (("samples", scored_from), ("selection", chosen_from)):
+            for path in sorted((self.run_dir / folder).glob("round_[0-9]*.jsonl")):
+                name = path.name.removesuffix(".jsonl").removeprefix("round_")
+                if name.isdigit() and int(name) >= start:
+                    with storage_errors(path, "rename"):
+                        path.replace(path.with_name(f"round_{name}.superseded.jsonl"))
+        rounds = [row for row in self.round_results() if row["round"] < scored_from]
+        self.update_state(round=round, phase=phase, completed=completed, rounds=rounds, **fields)
+
+    # Checkpoints
+
+    def add_checkpoint(
+        self,
+        name: str,
+        *,
+        batch: int,
+        round: int,
+        step: int,
+        state_path: str | None = None,
+        sampler_path: str | None = None,
+        kind: str = "both",
+        epoch: int | None = None,
+        final: bool | None = None,
+        **extra: Any,
+    ) -> Checkpoint:
+        """Append a checkpoint that the service has confirmed; see `Checkpoint` for the fields.
+
+        Raises `CheckpointError` when a path that `kind` promises is missing or is of the wrong sort.
+        """
+        _known(kind, KINDS, "kind of checkpoint")
+        if kind in {"both", "state"}:
+            check_training_path(state_path or "")
+        if kind in {"both", "sampler"} and not sampler_path:
+            raise CheckpointError(f"checkpoint {name!r} of kind {kind!r} has no sampler_path")
+        checkpoint = Checkpoint(
+            name=name,
+            batch=batch,
+            epoch=epoch,
+            final=final,
+            state_path=state_path,
+            sampler_path=sampler_path,
+            round=round,
+            step=step,
+            kind=kind,
+            extra=extra,
+        )
+        self._append(self.checkpoints_path, redact_values(checkpoint.to_row()))
+        return checkpoint
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """All checkpoints in the order in which they were saved."""
+        return [Checkpoint.from_row(row) for row in self._rows(self.checkpoints_path)]
+
+    def latest_checkpoint(
+        self, round: int | None = None, *, usable: Callable[[Checkpoint], bool] | None = None
+    ) -> Checkpoint | None:
+        """The newest checkpoint that training can go on from, of `round` or of the whole run; None when there is none.
+
+        A row without a state, or that `usable` (a look at the server, say) turns down, is passed over in favour of
+        the one before; `notes` says so.
+        """
+        for checkpoint in reversed(self.checkpoints()):
+            if checkpoint.kind == "sampler" or (round is not None and checkpoint.round != round):
+                continue
+            if not checkpoint.state_path:
+                self._note(f"{self.checkpoints_path}: checkpoint {checkpoint.name!r} has no saved state, passed over")
+            elif usable is not None and not usable(checkpoint):
+                self._note(f"{self.checkpoints_path}: checkpoint {checkpoint.name!r} cannot be used, passed over")
+            else:
+                return checkpoint
+        return None
+
+    def checkpoint_of_round(self, round: int) -> Checkpoint | None:
+        """The checkpoint that ended `round` (state and sampler weights), None while there is none."""
+        ended = [c for c in self.checkpoints() if c.round == round and c.state_path and c.sampler_path]
+        return ended[-1] if ended else None
+
+    # Samples, selections, results
+
+    def append_sample(self, round: int, sample: SampleResult) -> None:
+        """Keep one evaluated sample of `round`, on disk when the call returns."""
+        row = sample.to_row()
+        # Reply, input and target stay as they are; an error text may quote a request with its key.
+        self._append(self.samples_path(round), {**row, "error": redact_values(row["error"])})
+
+    def load_samples(self, round: int) -> list[SampleResult]:
+        """The samples of `round` kept so far, one per key (task, id, epoch): the last row wins."""
+        by_key = {sample.key: sample for sample in map(SampleResult.from_row, self._rows(self.samples_path(round)))}
+        return list(by_key.values())
+
+    def write_selection(self, round: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write which rows `round` trains on, once; the same again is accepted, others raise `CheckpointError`."""
+        path = self.selection_path(round)
+        existing = self.load_selection(round)
+        if existing is not None:
+            if existing != [dict(row) for row in rows]:
+                raise CheckpointError(
+                    f"{path}: the rows of round {round} were already chosen; load them, do not choose again"
+                )
+            return
+        self._need_lock()
+        self._make_folder(path.parent)
+        durable_files.write_jsonl(path, rows)
+
+    def load_selection(self, round: int) -> list[dict[str, Any]] | None:
+        """The rows chosen for `round`, None when none were chosen yet."""
+        path = self.selection_path(round)
+        return self._rows(path) if path.exists() else None
+
+    def save_round_result(self, round: int, result: Mapping[str, Any]) -> None:
+        """Keep the result of `round` (an item of `summary.rounds`); keys given again replace those kept before."""
+        others = [row for row in self.round_results() if row["round"] != round]
+        before = next((row for row in self.round_results() if row["round"] == round), {})
+        rows = [*others, {**before, **result, "round": round}]
+        self.update_state(rounds=sorted(rows, key=lambda row: row["round"]))
+
+    def round_results(self) -> list[dict[str, Any]]:
+        """The results kept so far, in the order of rounds."""
+        return [dict(row) for row in self._state.get("rounds", [])]
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write `summary.json`."""
+        self._need_lock()
+        durable_files.write_json(self.summary_path, redact_values(summary))
+
+    def load_summary(self) -> dict[str, Any] | None:
+        """`summary.json`, None while the run is not finished."""
+        return durable_files.read_json(self.summary_path) if self.summary_path.exists() else None
+
+    # Helpers
+
+    def _completed(self) -> dict[str, list[str]]:
+        return {key: list(phases) for key, phases in self._state.get("completed", {}).items()}
+
+    def _read_state(self) -> None:
+        path = self.run_dir / "state.json"
+        self._state = durable_files.read_json(path)
+        _known(self._state.get("status"), STATUSES, f"status in {path}")
+
+    def _write_state(self, state: Mapping[str, Any]) -> None:
+        self._need_lock()
+        _known(state["status"], STATUSES, "status")
+        _known(state["phase"], PHASES, "phase")
+        new_state = redact_values({**state, "updated_at": utc_now()})
+        durable_files.write_json(self.run_dir / "state.json", new_state)
+        self._state = new_state
+
+    def _append(self, path: Path, row: Mapping[str, Any]) -> None:
+        self._need_lock()
+        self._make_folder(path.parent)
+        durable_files.append_line(path, row)
+
+    def _make_folder(self, folder: Path) -> None:
+        # Never the run folder itself: one that has vanished is an error, not a reason to begin an empty one.
+        if folder != self.run_dir:
+            with storage_errors(folder, "make"):
+                folder.mkdir(exist_ok=True)
+
+    def _rows(self, path: Path) -> list[dict[str, Any]]:
+        rows, note = durable_files.read_jsonl(path, missing_ok=True)
+        self._note(note)
+        return rows
+
+    def _note(self, note: str | None) -> None:
+        if note and note not in self.notes:
+            self.notes.append(note)
+
+    def _need_lock(self) -> None:
+        if not self._lock.held:
+            raise RunLockedError(f"{self.run_dir} was opened for reading only; open it with its lock to write to it")
+
+
+def _known(value: Any, choices: Iterable[str], what: str) -> str:
+    if value not in choices:
+        raise ConfigurationError(f"{what}: {value!r} is not one of {', '.join(choices)}")
+    return value

@@ -1,0 +1,91 @@
+"""Training rows whose label is probably wrong, and by which evidence.
+
+A row is set aside when its label's loss is above 1.5 nats **and** most of its 10 nearest rows are labelled otherwise,
+and only if the model already knows the class (recall of at least 0.5 in the evaluation): a class it does not know yet
+has high losses everywhere, and the rule would throw away nearly half of its good rows. Rows are listed for a person,
+never deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evaluation import SampleResult, closed_label_set, normalise
+from overlap import TextIndex, question_text
+from row_files import Row
+
+MIN_RECALL = 0.5
+MIN_LOSS = 1.5  # nats
+NEIGHBOURS = 10
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A row the label guard keeps out. `loss` in nats; `disagreeing` of its `neighbours` have another label."""
+
+    row: Row
+    loss: float
+    disagreeing: int
+    neighbours: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": self.row.id,
+            "where": self.row.where,
+            "label": self.row.target,
+            "loss": self.loss,
+            "disagreeing": self.disagreeing,
+            "neighbours": self.neighbours,
+        }
+
+
+def suspect_labels(
+    rows: Sequence[Row],
+    allowed: Sequence[int],
+    index: TextIndex,
+    samples: Sequence[SampleResult],
+    row_losses: Mapping[str, float],
+) -> tuple[SetAside, ...]:
+    """The suspects among `rows` at the positions `allowed`; `index` holds the questions of all `rows` in order.
+
+    A row's label is its target, where that is one of the evaluation's labels; other rows are neither judged nor
+    asked. A row without a measured loss is not judged.
+    """
+    import numpy as np
+
+    labels = set().union(*labels_by_task(samples).values())
+    known = {label for label, recall in recall_by_label(samples).items() if recall >= MIN_RECALL}
+    label_of = {at: label for at in allowed if (label := normalise(rows[at].target)) in labels}
+    among = np.zeros(len(rows), dtype=bool)
+    among[list(label_of)] = True
+    suspects = []
+    for at, label in label_of.items():
+        loss = row_losses.get(rows[at].id)
+        if loss is None or loss <= MIN_LOSS or label not in known:
+            continue
+        near = index.nearest(question_text(rows[at]), limit=NEIGHBOURS + 1, among=among)
+        others = [position for position, _ in near if position != at][:NEIGHBOURS]
+        disagreeing = sum(label_of[position] != label for position in others)
+        if 2 * disagreeing > len(others):
+            suspects.append(SetAside(rows[at], loss, disagreeing, len(others)))
+    return tuple(suspects)
+
+
+def labels_by_task(samples: Sequence[SampleResult]) -> dict[str, set[str]]:
+    """Normalised labels of each task whose targets form a closed set."""
+    targets: dict[str, dict[str, str]] = {}
+    for sample in samples:
+        targets.setdefault(sample.task, {})[sample.id] = sample.target
+    closed = {task: closed_label_set(list(by_id.values())) for task, by_id in targets.items()}
+    return {task: {normalise(label) for label in labels} for task, labels in closed.items() if labels}
+
+
+def recall_by_label(samples: Sequence[SampleResult]) -> dict[str, float]:
+    """Mean score by normalised target, over samples that did not fail and have a grade."""
+    scores: dict[str, list[float]] = {}
+    for sample in samples:
+        if sample.error is None and not sample.grade_missing:
+            scores.setdefault(normalise(sample.target), []).append(sample.score)
+    return {label: sum(values) / len(values) for label, values in scores.items()}

@@ -1,0 +1,295 @@
+"""Everything that can be checked before anything is spent: data, renderer, tasks, learning rate, the model's presence.
+
+`prepare` turns a configuration and an open connection into a `Prepared` run, or raises with the place and the remedy.
+It trains, samples and saves nothing, so a dry run is `prepare` and `Prepared.lines` alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
+
+import data_loader
+import evaluation
+import hyperparam_utils
+import inspect_eval
+import rendering
+from error_handling import ConfigurationError, DataError, DependencyError
+
+if TYPE_CHECKING:
+    import tinker
+
+    from config_schema import TrainingConfig
+    from tinker_backend import Backend, ServedModel
+
+EVAL_FILE_TASK = "eval_file"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that passed every check. `lines` is what the terminal shows of it; `warnings` need a person's eye."""
+
+    config: TrainingConfig
+    served: ServedModel
+    service: str
+    chat_format: rendering.ChatFormat
+    loader: data_loader.DataLoader
+    train: data_loader.LoadedRows
+    pool: data_loader.LoadedRows | None
+    evaluation_rows: data_loader.LoadedRows | None
+    evaluator: str
+    tasks: tuple[inspect_eval.TaskSpec, ...]
+    n_samples: int
+    labels: tuple[str, ...]
+    learning_rate: float
+    on_training_data: bool
+    lines: tuple[str, ...]
+    warnings: tuple[str, ...]
+    mask_preview: str
+
+    @property
+    def data_digests(self) -> dict[str, str]:
+        """sha256 of every data file, for telling on resume whether one has changed."""
+        files = {"train_file": self.train, "pool_file": self.pool, "eval_file": self.evaluation_rows}
+        return {name: loaded.digest for name, loaded in files.items() if loaded is not None}
+
+
+def prepare(config: TrainingConfig, backend: Backend) -> Prepared:
+    """Check `config` against its files and the connected service; see `Prepared`.
+
+    Raises `ConfigurationError`, `DataError` or `DependencyError` (exit code 2) for what the user can mend.
+    """
+    warnings: list[str] = []
+    lines = [f"service: {backend.describe()}"]
+
+    evaluator, evaluator_note = choose_evaluator(config)
+    lines.append(f"evaluator: {evaluator}{evaluator_note}")
+
+    served = backend.check_model(config.base_model)
+    if served.stand_in:
+        lines.append(f"model: {served.name}, for which the local engine serves its small stand-in {served.stand_in}")
+    else:
+        lines.append(f"model: {served.name}")
+
+    max_length = config.max_seq_length
+    if served.max_context is not None and served.max_context < max_length:
+        max_length = served.max_context
+        lines.append(f"max_seq_length: {max_length}, the model's context length (configured: {config.max_seq_length})")
+
+    data = data_loader.load_run_data(
+        _from_here(config.train_file),
+        pool_file=_from_here(config.selection.pool_file),
+        eval_file=_from_here(config.eval_file),
+        category_field=config.evaluation.category_field,
+        train_on_what=config.train_on_what,
+        allow_overlap=config.allow_overlap,
+    )
+    train, pool, eval_rows = data.train, data.pool, data.evaluation
+    warnings += data.warnings
+    for name, loaded in (("training", train), ("pool", pool), ("evaluation", eval_rows)):
+        if loaded is not None:
+            lines.append(f"{name} data: {loaded.describe()}")
+    if data.nearest is not None:
+        row, item, score = data.nearest
+        lines.append(f"most similar rows of training and evaluation (similarity {score:.2f}, judge them yourself):")
+        lines += [f"  {shown.where}: {_excerpt(shown.question)}" for shown in (row, item)]
+    on_training_data = bool(data.overlap)
+    if on_training_data:
+        warnings.append(
+            f"allow_overlap: {len(data.overlap)} training rows are also evaluation rows, so every score of this run is "
+            "on training data"
+        )
+
+    tokenizer = backend.get_tokenizer(config.base_model)
+    chat_format = rendering.get_chat_format(
+        config.base_model,
+        tokenizer,
+        renderer_name=config.renderer_name,
+        enable_thinking=config.evaluation.enable_thinking,
+    )
+    lines.append(f"renderer: {chat_format.name}")
+    if chat_format.fallback_note:
+        warnings.append(chat_format.fallback_note)
+    chatty = next((row for row in train.rows if row.text is None), None)
+    if chatty is not None:
+        rendering.check_prefix(chat_format, [dict(message) for message in chatty.messages])
+
+    loader = data_loader.DataLoader(chat_format, max_seq_length=max_length, train_on_what=config.train_on_what)
+    stats = loader.check(train.rows)
+    lines.append(stats.describe())
+    if pool is not None:
+        loader.check(pool.rows)
+    if eval_rows is not None:
+        check_prompt_lengths(eval_rows.rows, chat_format, max_length, config.evaluation.max_tokens)
+
+    tasks: tuple[inspect_eval.TaskSpec, ...] = ()
+    n_samples = len(eval_rows.rows) if eval_rows else 0
+    if evaluator == "inspect":
+        tasks = task_specs(config)
+        plans = inspect_eval.check_tasks(tasks)
+        n_samples = sum(len(plan.keys) for plan in plans)
+        lines.append("evaluation tasks: " + ", ".join(f"{plan.name} ({len(plan.keys)} samples)" for plan in plans))
+    labels = evaluation.closed_label_set([row.target for row in eval_rows.rows]) if eval_rows else ()
+    if labels:
+        lines.append(f"labels: {', '.join(labels)}")
+
+    if config.init_from:
+        state = backend.state_info(config.init_from)
+        if state.base_model != config.base_model:
+            raise ConfigurationError(
+                f"init_from: {config.init_from} is an adapter of {state.base_model}, not of base_model "
+                f"{config.base_model}"
+            )
+        if state.lora_rank is not None and state.lora_rank != config.lora_rank:
+            raise ConfigurationError(
+                f"init_from: {config.init_from} has rank {state.lora_rank} and lora_rank is {config.lora_rank}. "
+                f"Write lora_rank={state.lora_rank}; the rank of an adapter cannot change."
+            )
+
+    rate = starting_learning_rate(config)
+    steps = config.steps_per_round
+    lines.append(
+        f"plan: up to {config.max_rounds} rounds of {steps} steps of {config.batch_size} rows, LoRA rank "
+        f"{config.lora_rank}, learning rate {rate:.3g} (x{config.lr_decay:g} after a missed round, "
+        f"warm-up {config.resolved_warmup_steps} steps), until the validation score reaches {config.eval_threshold:g}"
+    )
+    trainable = [row for row in train.rows if row.id not in loader.dropped]
+    return Prepared(
+        config=config,
+        served=served,
+        service=backend.kind,
+        chat_format=chat_format,
+        loader=loader,
+        train=train,
+        pool=pool,
+        evaluation_rows=eval_rows,
+        evaluator=evaluator,
+        tasks=tasks,
+        n_samples=n_samples,
+        labels=labels,
+        learning_rate=rate,
+        on_training_data=on_training_data,
+        lines=tuple(lines),
+        warnings=tuple(warnings),
+        mask_preview=loader.mask_preview(trainable[0]),
+    )
+
+
+def choose_evaluator(config: TrainingConfig) -> tuple[str, str]:
+    """("inspect" or "simple", a note for the terminal when the choice was not the configured one)."""
+    wanted = config.evaluation.evaluator
+    if wanted == "simple" or inspect_eval.inspect_available():
+        return wanted, ""
+    if config.eval_tasks:
+        raise DependencyError(
+            "eval_tasks needs the inspect-ai package, which is not installed: "
+            "python -m pip install -r requirements.txt, or use eval_file alone"
+        )
+    return "simple", " (the built-in one, because the inspect-ai package is not installed)"
+
+
+def task_specs(config: TrainingConfig) -> tuple[inspect_eval.TaskSpec, ...]:
+    """The Inspect tasks of the run; our own for `eval_file` comes first."""
+    specs = []
+    if config.eval_file:
+        arguments: dict[str, Any] = {"eval_file": config.eval_file}
+        if config.evaluation.category_field:
+            arguments["category_field"] = config.evaluation.category_field
+        specs.append(inspect_eval.TaskSpec(task=inspect_eval.LABELLED_ROWS, args=arguments, name=EVAL_FILE_TASK))
+    for item in config.eval_tasks:
+        specs.append(
+            inspect_eval.TaskSpec(
+                task=item.task,
+                args=item.args,
+                weight=item.weight,
+                threshold=item.threshold,
+                category_field=config.evaluation.category_field,
+            )
+        )
+    return tuple(specs)
+
+
+def check_prompt_lengths(
+    rows: Sequence[data_loader.Row], chat_format: rendering.ChatFormat, max_length: int, max_tokens: int
+) -> None:
+    """Raise `DataError` for evaluation rows whose prompt leaves no room for `max_tokens` of reply."""
+    long = []
+    for row in rows:
+        n_prompt = len(chat_format.prompt_tokens([dict(message) for message in row.prompt]))
+        if n_prompt + max_tokens > max_length:
+            long.append(f"  {row.where}: {n_prompt} prompt tokens + evaluation.max_tokens {max_tokens}")
+    if long:
+        shown = "\n".join(long[:10]) + (f"\n  and {len(long) - 10} more" if len(long) > 10 else "")
+        raise DataError(
+            f"{len(long)} evaluation rows do not fit the context of {max_length} tokens:\n{shown}\n"
+            "Shorten them, lower evaluation.max_tokens, or raise max_seq_length where the model allows it."
+        )
+
+
+def starting_learning_rate(config: TrainingConfig) -> float:
+    """The first round's base learning rate, recommended by formula when the configuration asks for that."""
+    rate = hyperparam_utils.get_recommended_lr(config.base_model) if config.use_recommended_lr else config.learning_rate
+    if not (math.isfinite(rate) and rate > 0):
+        raise ConfigurationError(f"learning_rate must be a finite number above 0, got {rate!r}")
+    return rate
+
+
+@overload
+def _from_here(path: str) -> str: ...
+@overload
+def _from_here(path: None) -> None: ...
+def _from_here(path: str | None) -> str | None:
+    """`path` as a person in the working folder would write it: that is what messages show."""
+    if path is None:
+        return None
+    relative = os.path.relpath(path)
+    return path if relative.startswith(os.pardir) else relative
+
+
+def _excerpt(text: str) -> str:
+    """The end of a question, where what tells it from others mostly stands."""
+    folded = " ".join(text.split())
+    return folded if len(folded) <= 110 else f"...{folded[-107:]}"
+
+
+def target_examples(
+    prepared: Prepared, samples: Sequence[evaluation.SampleResult]
+) -> tuple[list[tinker.Datum], list[Mapping[str, str]]]:
+    """Evaluation targets as weighted examples, for their likelihood, and those left out with the reason.
+
+    From `eval_file` where there is one, else from the samples' own input and target texts.
+    """
+    data: list[tinker.Datum] = []
+    left_out: list[Mapping[str, str]] = []
+    loader = data_loader.DataLoader(
+        prepared.chat_format, max_seq_length=prepared.loader.max_seq_length, train_on_what="last_assistant_turn"
+    )
+    rows: list[data_loader.Row] = []
+    if prepared.evaluation_rows is not None:
+        rows = list(prepared.evaluation_rows.rows)
+    else:
+        asked: dict[tuple[str, str], evaluation.SampleResult] = {}
+        for sample in samples:
+            asked.setdefault((sample.task, sample.id), sample)
+        for (task, identity), sample in sorted(asked.items()):
+            if sample.input.strip() and sample.target.strip():
+                turns = ({"role": "user", "content": sample.input}, {"role": "assistant", "content": sample.target})
+                rows.append(
+                    data_loader.Row(
+                        id=f"{task}:{identity}",
+                        messages=turns,
+                        text=None,
+                        shape="sample",
+                        source=task,
+                        line=0,
+                        category=sample.category,
+                        metadata={},
+                    )
+                )
+    for row in rows:
+        data += [example.datum for example in loader.render(row)]
+    left_out += [{"id": identity, "reason": reason} for identity, reason in loader.dropped.items()]
+    return data, left_out

@@ -1,0 +1,269 @@
+"""Strict reading of JSONL files and JSON arrays, record by record, with the line of each record and of each fault.
+
+    faults: list[Fault] = []
+    for line, record in read_records(path, str(path), faults):
+        ...
+
+What cannot be used is never repaired, guessed or skipped in silence: it is collected as a `Fault`, so that all faults
+of a file can be told in one message. Byte-order mark, CRLF, blank lines and a missing final newline are no faults.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+_JSON_SPACE = " \t\r\n"
+_LINE_SUFFIXES = (".jsonl", ".ndjson")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One reason why a line of a file cannot be used. `line` counts from 1."""
+
+    source: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}: {self.reason}"
+
+
+def first_ten(items: Iterable[object]) -> list[str]:
+    """The first ten items as text, and a count of those left out."""
+    listed = [str(item) for item in items]
+    return listed[:10] + ([f"... and {len(listed) - 10} more"] if len(listed) > 10 else [])
+
+
+class RowFault(ValueError):
+    """Why one record cannot be converted; it becomes a `Fault` with its line."""
+
+
+def kind_of(value: object) -> str:
+    """What a JSON value is, in words for a message."""
+    if value is None:
+        return "null"
+    kinds = {
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "a text",
+        list: "a list",
+        dict: "an object",
+    }
+    return kinds.get(type(value), type(value).__name__)
+
+
+def quote(value: object) -> str:
+    """A value from a file, quoted, shortened, and with control characters escaped, for a message."""
+    shown = repr(value)
+    return shown if len(shown) <= 60 else shown[:57] + "..."
+
+
+class _StrictDecoder:
+    """JSON as RFC 8259 has it: no NaN or Infinity, no repeated keys.
+
+    What is wrong inside a well-formed value is collected in `problems` and not raised, so that the position behind
+    the value is known and reading can go on.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_constant=self._constant)
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for index, key in enumerate(keys) if key in keys[:index])
+            self.problems.append(f"the key {quote(twice)} appears more than once")
+        return value
+
+    def _constant(self, name: str) -> None:
+        self.problems.append(f"{name} is not JSON")
+
+    def value_at(self, text: str, start: int) -> tuple[Any, int]:
+        """(value, position behind it) of the JSON value at `start`; `RowFault` when there is none."""
+        self.problems.clear()
+        try:
+            return self._decoder.raw_decode(text, start)
+        except json.JSONDecodeError as error:
+            raise RowFault(f"not JSON: {_json_reason(error)}") from error
+        except RecursionError as error:
+            raise RowFault("nested too deeply") from error
+        except ValueError as error:  # an integer beyond the interpreter's limit of digits
+            raise RowFault(f"not usable JSON: {error}") from error
+
+    def whole(self, text: str) -> Any:
+        """The one value that `text` holds; `RowFault` when it is none, or more than one."""
+        start = len(text) - len(text.lstrip(_JSON_SPACE))
+        value, end = self.value_at(text, start)
+        if text[end:].strip(_JSON_SPACE):
+            raise RowFault(f"not JSON: more text after the value, at column {end + 1}")
+        return value
+
+
+def _json_reason(error: json.JSONDecodeError) -> str:
+    behind, at = error.doc[: error.pos].rstrip(_JSON_SPACE), error.doc[error.pos : error.pos + 1]
+    if (behind.endswith(",") and at in {"}", "]"}) or re.match(r",\s*[}\]]", error.doc[error.pos : error.pos + 80]):
+        return f"trailing comma before column {error.colno + 1}"
+    return f"{error.msg} at column {error.colno}"
+
+
+def read_records(path: Path, source: str, faults: list[Fault]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line, record) of every usable object in a JSONL or JSON-array file; everything else is added to `faults`.
+
+    Lines are physical ones, counted from 1 and ended by LF or CRLF only (U+2028 inside a string is text); for an
+    array it is the line at which the element starts. The layout is told by content; an array named .jsonl is a fault.
+    """
+    head = _first_line(path)
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        faults.append(Fault(source, 1, "the file is UTF-16 or UTF-32, not UTF-8; save it as UTF-8"))
+        return
+    single = _single_value(path, head)
+    if single == "array":
+        if path.suffix.lower() in _LINE_SUFFIXES:
+            reason = f"the file is a JSON array, not a row per line; name it {path.stem}.json, or write a row per line"
+            faults.append(Fault(source, 1, reason))
+            return
+        yield from _array_records(path, source, faults)
+    elif single == "object":
+        faults.append(Fault(source, 1, "the file is one object over many lines; write a row per line, or an array"))
+    else:
+        yield from _line_records(path, source, faults)
+
+
+def _first_line(path: Path) -> bytes:
+    with path.open("rb") as file:
+        for raw in file:
+            line = raw.removeprefix(codecs.BOM_UTF8)
+            if line.strip():
+                return line
+    return b""
+
+
+def _single_value(path: Path, head: bytes) -> Literal["", "array", "object"]:
+    """Whether the file is one JSON value: an array (also a broken one), an object over several lines, or neither."""
+    opening = head.lstrip()[:1]
+    if opening not in (b"[", b"{"):
+        return ""
+    decoder = _StrictDecoder()
+    try:
+        decoder.whole(head.decode("utf-8", "replace"))
+    except RowFault:
+        if opening == b"[":
+            return "array"
+        text = path.read_bytes().removeprefix(codecs.BOM_UTF8).decode("utf-8", "replace")
+        try:
+            decoder.whole(text)
+        except RowFault:
+            return ""
+        return "object"
+    if opening == b"{":
+        return ""
+    with path.open("rb") as file:  # `[...]` on one line is an array unless other rows follow
+        filled = 0
+        for raw in file:
+            filled += bool(raw.removeprefix(codecs.BOM_UTF8).strip())
+            if filled > 1:
+                return ""
+    return "array"
+
+
+def _decode(raw: bytes, offset: int) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte, column = raw[error.start], error.start + 1
+        raise RowFault(
+            f"not UTF-8: byte 0x{byte:02x} at byte {column} of the line (offset {offset + error.start} of the file);"
+            " convert the file to UTF-8"
+        ) from error
+
+
+def _usable(value: Any, problems: list[str]) -> dict[str, Any]:
+    if problems:
+        raise RowFault("; ".join(dict.fromkeys(problems)))
+    if not isinstance(value, dict):
+        raise RowFault(f"a row must be an object, this is {kind_of(value)}")
+    if not value:
+        raise RowFault("the object is empty")
+    return value
+
+
+def _line_records(path: Path, source: str, faults: list[Fault]) -> Iterator[tuple[int, dict[str, Any]]]:
+    decoder = _StrictDecoder()
+    offset = 0
+    with path.open("rb") as file:
+        for line, raw in enumerate(file, start=1):
+            start, offset = offset, offset + len(raw)
+            if line == 1 and raw.startswith(codecs.BOM_UTF8):
+                raw = raw.removeprefix(codecs.BOM_UTF8)  # noqa: PLW2901 (the mark is not part of the row)
+                start += len(codecs.BOM_UTF8)
+            try:
+                text = _decode(raw, start)
+                if not text.strip(_JSON_SPACE):
+                    continue
+                value = decoder.whole(text)
+                record = _usable(value, decoder.problems)
+            except RowFault as fault:
+                faults.append(Fault(source, line, str(fault)))
+                continue
+            yield line, record
+
+
+def _array_records(path: Path, source: str, faults: list[Fault]) -> Iterator[tuple[int, dict[str, Any]]]:
+    raw = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line_start = raw.rfind(b"\n", 0, error.start) + 1
+        line = raw.count(b"\n", 0, error.start) + 1
+        column = error.start - line_start + 1
+        reason = f"not UTF-8: byte 0x{raw[error.start]:02x} at byte {column} of the line; convert the file to UTF-8"
+        faults.append(Fault(source, line, reason))
+        return
+    decoder = _StrictDecoder()
+    position, counted, line = _skip_space(text, text.index("[") + 1), 0, 1
+    if text[position : position + 1] == "]":
+        position += 1
+    else:
+        while True:
+            line += text.count("\n", counted, position)
+            counted = position
+            try:
+                value, end = decoder.value_at(text, position)
+            except RowFault as fault:
+                cause = fault.__cause__
+                at = cause.lineno if isinstance(cause, json.JSONDecodeError) else line
+                faults.append(Fault(source, at, f"{fault}; what follows was not read"))
+                return
+            try:
+                yield line, _usable(value, decoder.problems)
+            except RowFault as fault:
+                faults.append(Fault(source, line, str(fault)))
+            position = _skip_space(text, end)
+            sign = text[position : position + 1]
+            position += 1
+            if sign == "]":
+                break
+            if sign != ",":
+                at = text.count("\n", 0, position) + 1
+                found = quote(sign) if sign else "the end of the file"
+                faults.append(Fault(source, at, f"not JSON: expected ',' or ']' after a row, found {found}"))
+                return
+            position = _skip_space(text, position)
+    position = _skip_space(text, position)
+    if position < len(text):
+        faults.append(Fault(source, text.count("\n", 0, position) + 1, "not JSON: more text after the array"))
+
+
+def _skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position] in _JSON_SPACE:
+        position += 1
+    return position

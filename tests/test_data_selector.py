@@ -1,0 +1,360 @@
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import pytest
+
+from data_selector import DataSelector
+from error_handling import ConfigurationError, DataError
+from evaluation import SampleResult
+from row_files import Row
+
+
+@dataclass(frozen=True)
+class Settings:
+    strategy: str = "balanced_failures"
+    hard_fraction: float = 0.25
+    max_repeats: int = 1
+    label_guard: bool = False
+
+
+LABELS = ("billing", "login", "delivery", "refund")
+
+
+def row(identity: str, question: str, target: str = "x", *, source: str = "train", category: str | None = None) -> Row:
+    turns = ({"role": "user", "content": question}, {"role": "assistant", "content": target})
+    return Row(identity, turns, None, "messages", source, int(identity.split(":")[1]), category)
+
+
+def labelled(counts: dict[str, int], source: str = "train") -> list[Row]:
+    """Rows of some labels, each question with a word of its own."""
+    rows: list[Row] = []
+    for label, count in counts.items():
+        for number in range(count):
+            at = len(rows)
+            rows.append(row(f"{source}:{at}", f"{label} ticket {source}{label}{number}", label, source=source))
+    return rows
+
+
+def sample(identity: str, question: str, target: str, score: float = 0.0, **more) -> SampleResult:
+    return SampleResult(
+        task=more.pop("task", "eval_file"),
+        id=identity,
+        epoch=more.pop("epoch", 1),
+        input=question,
+        target=target,
+        output="?",
+        score=score,
+        **more,
+    )
+
+
+def evaluation(labels: tuple[str, ...] = LABELS, wrong: tuple[str, ...] = ("refund",)) -> list[SampleResult]:
+    """Four samples a label; those of the labels `wrong` failed."""
+    return [
+        sample(f"{label}{number}", f"{label} question e{label}{number}", label, 0.0 if label in wrong else 1.0)
+        for label in labels
+        for number in range(4)
+    ]
+
+
+def select(train, pool=(), *, samples=(), count=8, round=2, seen=None, seed=1, losses=None, eval_rows=(), **settings):
+    selector = DataSelector(train, pool, eval_rows, selection_config=Settings(**settings), seed=seed)
+    return selector.select(round=round, count=count, seen=seen or {}, samples=samples, row_losses=losses)
+
+
+def ids(selection) -> list[str]:
+    return [chosen.row.id for chosen in selection.rows]
+
+
+# The first round
+
+
+def test_first_round_takes_random_rows_of_the_training_file_only():
+    train, pool = labelled({"billing": 20}), labelled({"billing": 20}, "pool")
+    chosen = select(train, pool, round=1, count=10, samples=evaluation())
+    assert len(chosen.rows) == 10
+    assert {c.row.source for c in chosen.rows} == {"train"}
+    assert {c.why for c in chosen.rows} == {"first round: random order"}
+    assert ids(chosen) != [r.id for r in train[:10]]
+
+
+def test_selection_is_a_function_of_seed_and_round():
+    train = labelled({"billing": 20, "refund": 20})
+    first = select(train, samples=evaluation(), count=12)
+    assert first == select(train, samples=list(reversed(evaluation())), count=12)
+    assert ids(first) != ids(select(train, samples=evaluation(), count=12, seed=2))
+    assert ids(first) != ids(select(train, samples=evaluation(), count=12, round=3))
+
+
+def test_unseen_rows_come_first_then_the_least_seen():
+    train = labelled({"billing": 6})
+    seen = {"train:0": 2, "train:1": 1, "train:2": 1}
+    chosen = select(train, round=1, count=6, seen=seen)
+    assert set(ids(chosen)[:3]) == {"train:3", "train:4", "train:5"}
+    assert set(ids(chosen)[3:5]) == {"train:1", "train:2"}
+    assert ids(chosen)[5] == "train:0"
+
+
+def test_json_of_a_selected_row():
+    chosen = select(labelled({"billing": 1}), round=1, count=1)
+    assert chosen.rows[0].to_json() == {"id": "train:0", "weight": 1.0, "why": "first round: random order"}
+
+
+# Balanced and nearest to failures
+
+
+def test_three_quarters_are_spread_equally_and_one_quarter_is_near_the_failures():
+    train = labelled({"billing": 60, "login": 60, "delivery": 5, "refund": 20})
+    chosen = select(train, samples=evaluation(), count=16)
+    near = [c for c in chosen.rows if c.why.startswith("nearest to failed sample eval_file/refund")]
+    spread = [c for c in chosen.rows if c.why.startswith("category")]
+    assert (len(near), len(spread)) == (4, 12)
+    assert Counter(c.row.target for c in spread) == dict.fromkeys(LABELS, 3)
+    assert {c.row.target for c in near} == {"refund"}
+    assert len(set(ids(chosen))) == 16
+    assert "4 rows nearest to 4 of 4 failed samples" in chosen.notes
+    assert "12 rows spread over 4 categories" in chosen.notes
+
+
+def test_pool_and_training_file_are_drawn_on_alike():
+    chosen = select(
+        labelled({"billing": 4}), labelled({"refund": 4}, "pool"), samples=evaluation(), count=8, strategy="balanced"
+    )
+    assert Counter(c.row.source for c in chosen.rows) == {"train": 4, "pool": 4}
+
+
+def test_a_small_category_gives_its_places_to_the_others():
+    train = labelled({"billing": 20, "login": 20, "delivery": 20, "refund": 1})
+    chosen = select(train, samples=evaluation(), count=13, strategy="balanced")
+    assert Counter(c.row.target for c in chosen.rows) == {"billing": 4, "login": 4, "delivery": 4, "refund": 1}
+
+
+def test_seen_rows_of_a_category_wait_for_the_unseen_of_others():
+    train = labelled({"billing": 4, "refund": 2})
+    samples = evaluation(("billing", "refund"))
+    seen = {"train:4": 1, "train:5": 1}
+    chosen = select(train, samples=samples, count=6, seen=seen, strategy="balanced")
+    assert [c.row.target for c in chosen.rows] == ["billing"] * 4 + ["refund"] * 2
+    assert chosen.rows[-1].why == "category 'refund', seen 1 time"
+
+
+def test_places_are_spread_over_tasks_before_categories():
+    samples = [sample(str(n), f"a{n}", "t", task="one", category="billing") for n in range(4)]
+    samples += [
+        sample(f"{c}{n}", f"b{n}", "t", task="two", category=c) for c in ("login", "delivery", "refund") for n in "12"
+    ]
+    train = [replace(r, category=r.target) for r in labelled(dict.fromkeys(LABELS, 20))]
+    chosen = select(train, samples=samples, count=12, strategy="balanced")
+    assert Counter(c.row.category for c in chosen.rows) == {"billing": 6, "login": 2, "delivery": 2, "refund": 2}
+    assert chosen.rows[0].why.startswith("category 'billing' of task one") or "of task two" in chosen.rows[0].why
+
+
+def test_row_category_comes_before_its_target():
+    samples = [replace(s, category=s.target) for s in evaluation()]
+    train = [row("train:1", "alpha", "billing", category="Refund"), row("train:2", "beta", "billing")]
+    chosen = select(train, samples=samples, count=2, strategy="balanced")
+    assert {c.row.id: c.why for c in chosen.rows} == {
+        "train:1": "category 'refund', unseen",
+        "train:2": "category 'billing', unseen",
+    }
+
+
+def test_each_failure_gets_one_neighbour_in_turn_without_repeats():
+    train = [row(f"train:{n}", f"printer jams number{n}") for n in range(5)]
+    train += [row(f"train:{n}", f"screen flickers number{n}") for n in range(5, 10)]
+    samples = [sample("p", "my printer jams", "u1"), sample("s", "the screen flickers", "u2")]
+    chosen = select(train, samples=samples, count=6, strategy="failures")
+    assert [c.why.split(" (")[0].rsplit("/")[-1] for c in chosen.rows] in (["p", "s"] * 3, ["s", "p"] * 3)
+    for c in chosen.rows:
+        assert ("printer" in c.row.question) == ("/p (" in c.why)
+    assert len(set(ids(chosen))) == 6
+
+
+def test_neighbours_do_not_look_at_labels():
+    train = [row("train:1", "refund of my parcel", "delivery"), row("train:2", "nothing alike", "refund")]
+    samples = [sample("f", "a refund of the parcel", "refund")]
+    assert ids(select(train, samples=samples, count=1, strategy="failures")) == ["train:1"]
+
+
+def test_an_unseen_neighbour_comes_before_a_nearer_seen_one():
+    train = [row("train:1", "printer jams again"), row("train:2", "printer is slow")]
+    samples = [sample("f", "printer jams again today", "t")]
+    assert ids(select(train, samples=samples, count=1, strategy="failures")) == ["train:1"]
+    assert ids(select(train, samples=samples, count=1, strategy="failures", seen={"train:1": 1})) == ["train:2"]
+
+
+def test_failed_and_ungraded_samples_are_never_mined():
+    train = [row(f"train:{n}", f"printer jams number{n}") for n in range(3)]
+    samples = [
+        sample("error", "printer jams", "t", error="timeout"),
+        sample("nograde", "printer jams", "t", grade_missing=True),
+        sample("right", "printer jams", "t", 1.0),
+    ]
+    chosen = select(train, samples=samples, count=2)
+    assert {c.why for c in chosen.rows} == {"random"}
+    assert "no failed sample to learn from" in chosen.notes
+
+
+def test_epochs_of_a_sample_are_one_failure_and_the_most_wrong_comes_first():
+    train = [row("train:1", "printer jams"), row("train:2", "screen flickers"), row("train:3", "printer broken")]
+    samples = [
+        sample("half", "the printer", "t", 1.0, epoch=1),
+        sample("half", "the printer", "t", 0.0, epoch=2),
+        sample("never", "a screen", "t", 0.0, epoch=1),
+    ]
+    for seed in range(20):
+        chosen = select(train, samples=samples, count=3, strategy="failures", seed=seed)
+        assert ids(chosen)[0] == "train:2"
+    assert "3 rows nearest to 2 of 2 failed samples" in chosen.notes
+
+
+def test_without_categories_the_rest_is_random_and_the_note_says_what_to_expect():
+    train = [row(f"train:{n}", f"question {n}", f"answer {n}") for n in range(20)]
+    samples = [sample(str(n), f"asked {n} question", f"target {n}") for n in range(8)]
+    chosen = select(train, samples=samples, count=8)
+    assert Counter(c.why.split(" ")[0] for c in chosen.rows) == {"nearest": 2, "random": 6}
+    assert any("expect 0 to 3 points" in note for note in chosen.notes)
+
+
+def test_evaluation_categories_that_no_row_has_give_way_to_target_labels():
+    samples = [replace(s, category="hard") for s in evaluation(("billing", "refund"))]
+    chosen = select(labelled({"billing": 9, "refund": 3}), samples=samples, count=6, strategy="balanced")
+    assert Counter(c.row.target for c in chosen.rows) == {"billing": 3, "refund": 3}
+
+
+def test_a_category_without_rows_is_noted():
+    chosen = select(labelled({"billing": 9}), samples=evaluation(("billing", "refund")), count=4, strategy="balanced")
+    assert "categories of the evaluation without a row to train on: 'refund'" in chosen.notes
+
+
+# Other strategies
+
+
+def test_random_is_the_control_over_training_file_and_pool():
+    train, pool = labelled({"billing": 30}), labelled({"refund": 30}, "pool")
+    chosen = select(train, pool, samples=evaluation(), count=20, strategy="random")
+    assert {c.why for c in chosen.rows} == {"random"}
+    assert {c.row.source for c in chosen.rows} == {"train", "pool"}
+
+
+def test_none_takes_the_training_file_in_order_and_goes_on_where_it_was():
+    train, pool = labelled({"billing": 10}), labelled({"refund": 30}, "pool")
+    chosen = select(train, pool, round=1, count=4, strategy="none")
+    assert ids(chosen) == [f"train:{n}" for n in range(4)]
+    chosen = select(train, pool, round=2, count=4, strategy="none", seen=dict.fromkeys(ids(chosen), 1))
+    assert ids(chosen) == [f"train:{n}" for n in range(4, 8)]
+
+
+def test_unknown_strategy_is_told_with_the_known_ones():
+    with pytest.raises(ConfigurationError, match="'hardest' is unknown; known are balanced_failures, balanced"):
+        DataSelector([], [], [], selection_config=Settings("hardest"), seed=1)
+
+
+# Repeats and supply
+
+
+def test_no_row_is_listed_twice_and_a_short_supply_gives_a_short_list():
+    for strategy in ("balanced_failures", "balanced", "failures", "random", "none"):
+        chosen = select(labelled({"billing": 2, "refund": 3}), samples=evaluation(), count=20, strategy=strategy)
+        assert sorted(ids(chosen)) == [f"train:{n}" for n in range(5)]
+        assert "5 rows for 20 places: the list is cycled" in chosen.notes
+
+
+def test_max_repeats_bounds_how_often_a_row_is_listed():
+    for strategy in ("balanced_failures", "balanced", "failures", "random", "none"):
+        train = labelled({"billing": 2, "refund": 3})
+        chosen = select(train, samples=evaluation(), count=20, strategy=strategy, max_repeats=2)
+        assert Counter(ids(chosen)) == {f"train:{n}": 2 for n in range(5)}
+        if strategy != "failures":
+            assert len(set(ids(chosen)[-5:])) == 5
+
+
+# Evaluation items
+
+
+def test_evaluation_items_never_become_training_data():
+    train = [row("train:1", "Where is my refund?"), row("train:2", "where  is my REFUND"), row("train:3", "Other")]
+    item = row("eval:1", "Where is my refund?", source="eval")
+    for strategy, round in (("balanced_failures", 1), ("balanced_failures", 2), ("none", 1), ("random", 3)):
+        chosen = select(train, eval_rows=[item], samples=evaluation(), count=3, round=round, strategy=strategy)
+        assert ids(chosen) == ["train:3"]
+        assert any(note.startswith("2 rows ask what an evaluation item asks") for note in chosen.notes)
+        assert any("train:1, train:2" in note for note in chosen.notes)
+
+
+def test_items_of_a_task_without_a_file_are_kept_out_too():
+    train = [row("train:1", "Where is my refund?"), row("train:2", "Other")]
+    chosen = select(train, samples=[sample("s", "where is my refund", "t")], count=2)
+    assert ids(chosen) == ["train:2"]
+
+
+def test_overlap_on_purpose_keeps_every_row_and_no_row_left_is_an_error():
+    rows = [row("train:1", "Where is my refund?")]
+    with pytest.raises(DataError, match="no row is left to train on: 1 rows ask what an evaluation item asks"):
+        select(rows, eval_rows=rows, round=1, count=1)
+    selector = DataSelector(rows, [], rows, selection_config=Settings(), seed=1, allow_overlap=True)
+    assert ids(selector.select(round=1, count=1, seen={}, samples=[])) == ["train:1"]
+
+
+def test_an_id_that_names_two_rows_is_told():
+    with pytest.raises(DataError, match="the id 'train:1' names both train:1 and pool:1"):
+        select([row("train:1", "a")], [row("train:1", "b", source="pool")])
+
+
+# The label guard
+
+
+def guard_rows() -> list[Row]:
+    """12 billing rows that look alike, among them one labelled refund; and 12 alike refund rows."""
+    rows = [row(f"train:{n}", f"invoice charged twice n{n}", "billing") for n in range(12)]
+    rows += [row(f"train:{n}", f"send my money back n{n}", "refund") for n in range(12, 24)]
+    return [*rows, row("train:24", "invoice charged twice again", "refund")]
+
+
+def guarded(losses: dict[str, float] | None, wrong: tuple[str, ...] = (), **more):
+    samples = evaluation(("billing", "refund"), wrong)
+    return select(guard_rows(), samples=samples, count=30, losses=losses, label_guard=True, **more)
+
+
+def test_guard_sets_aside_a_high_loss_among_neighbours_of_another_label():
+    losses = {f"train:{n}": 0.2 for n in range(24)} | {"train:24": 3.0}
+    chosen = guarded(losses)
+    assert [aside.row.id for aside in chosen.set_aside] == ["train:24"]
+    assert "train:24" not in ids(chosen)
+    assert len(ids(chosen)) == 24
+    assert chosen.set_aside[0].to_json() == {
+        "id": "train:24",
+        "where": "train:24",
+        "label": "refund",
+        "loss": 3.0,
+        "disagreeing": 10,
+        "neighbours": 10,
+    }
+    assert "label guard: 1 of 25 rows set aside" in chosen.notes
+
+
+@pytest.mark.parametrize("strategy", ["balanced_failures", "balanced", "failures", "random"])
+def test_guard_serves_every_mining_strategy(strategy):
+    losses = {f"train:{n}": 0.2 for n in range(24)} | {"train:24": 3.0}
+    assert "train:24" not in ids(guarded(losses, strategy=strategy))
+
+
+def test_guard_needs_both_the_loss_and_the_neighbours():
+    low = {f"train:{n}": 1.5 for n in range(25)}
+    assert guarded(low).set_aside == ()
+    agreeing = {f"train:{n}": 0.2 for n in range(25)} | {"train:3": 9.0}
+    assert guarded(agreeing).set_aside == ()
+
+
+def test_guard_leaves_classes_alone_that_the_model_does_not_know():
+    losses = {f"train:{n}": 0.2 for n in range(24)} | {"train:24": 3.0}
+    chosen = guarded(losses, wrong=("refund",))
+    assert chosen.set_aside == ()
+    assert "train:24" in ids(chosen)
+
+
+def test_guard_says_when_it_could_not_be_applied():
+    assert "label guard not applied: the rows' losses were not measured" in guarded(None).notes
+    assert not any("guard" in note for note in select(guard_rows(), samples=evaluation(), count=4).notes)
+    chosen = guarded({"train:24": 3.0})
+    assert any("24 rows have no measured loss" in note for note in chosen.notes)

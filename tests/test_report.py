@@ -1,0 +1,218 @@
+"""The plots and the page of a run, made from a real run folder."""
+
+import re
+import struct
+from html.parser import HTMLParser
+
+import pytest
+
+import report
+from checkpoint_manager import CheckpointManager
+from error_handling import DataError, RunNotFoundError
+from evaluation import SampleResult
+from logger import StructuredLogger
+
+EVIL = "<script>alert('x')</script>\x1b[31m{{ 7*7 }}"
+
+
+class Page(HTMLParser):
+    """Collects the elements and the text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.sources: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.sources += [value for name, value in attrs if name in {"src", "href"} and value]
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture
+def manager(tmp_path):
+    config = {"base_model": "tiny", "train_file": "train.jsonl", "eval_threshold": 0.85}
+    with CheckpointManager.create(tmp_path, config) as made:
+        yield made
+
+
+def fill(manager: CheckpointManager, text: str = "a question") -> None:
+    log = StructuredLogger(manager.metrics_path, console=False)
+    for step in range(1, 9):
+        log.event("step", round=1 if step < 5 else 2, step=step, loss=2.0 / step, lr=1e-4)
+    for number, score in ((0, 0.25), (1, 0.5), (2, 0.75)):
+        for index in range(4):
+            right = index < 4 * score
+            row = SampleResult(
+                "t",
+                f"{text}-{index}",
+                1,
+                text,
+                "billing",
+                text,
+                float(right),
+                category="billing" if index % 2 else text,
+            )
+            manager.append_sample(number, row)
+        manager.save_round_result(
+            number,
+            {"score": score, "ci_low": score - 0.2, "ci_high": score + 0.2, "n": 4, "errors": 0, "reason": text},
+        )
+    manager.append_sample(2, SampleResult("t", "z", 1, text, "billing", "", 0.0, error=f"timeout {text}"))
+    manager.write_selection(
+        1,
+        [{"id": str(i % 3), "weight": 1, "why": f"nearest to failed sample t/{i} (similarity 0.{i})"} for i in range(4)]
+        + [{"id": "9", "weight": 1, "why": text}],
+    )
+
+
+def finish(manager: CheckpointManager) -> None:
+    rounds = manager.round_results()
+    manager.write_summary(
+        {
+            "status": "completed",
+            "exit_code": 3,
+            "baseline_score": 0.25,
+            "best_round": 2,
+            "best_score": 0.75,
+            "threshold": 0.85,
+            "final_checkpoint": "tinker://r:train:0/weights/r2",
+            "tokens": {"trained": 12345},
+            "cost": None,
+            "wall_s": 12.3,
+            "rounds": rounds,
+        }
+    )
+
+
+def is_png(data: bytes) -> bool:
+    width, height = struct.unpack(">II", data[16:24])
+    return data.startswith(b"\x89PNG") and width > 400 and height > 200
+
+
+def test_a_finished_run_gets_both_plots_and_a_page_that_stands_alone(manager):
+    fill(manager)
+    finish(manager)
+    written = report.write_report(manager.run_dir)
+    assert [p.relative_to(manager.run_dir).as_posix() for p in written] == [
+        "plots/score.png",
+        "plots/loss.png",
+        "report.html",
+    ]
+    assert all(is_png(path.read_bytes()) for path in written[:2])
+    page = Page(written[2].read_text("utf-8"))
+    assert len(page.sources) == 2
+    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
+    text = " ".join(page.text.split())
+    for part in ("0.750 (round 2)", "target not met", "0.300-0.700", "12,345", "tinker://r:train:0/weights/r2"):
+        assert part in text
+    assert "5 rows, 4 different" in text
+    assert "4 × nearest to failed sample" in text
+    assert "What round 2 got wrong" in text
+
+
+def test_nothing_from_data_or_model_becomes_markup(manager):
+    fill(manager, EVIL)
+    finish(manager)
+    html = report.write_report(manager.run_dir)[-1].read_text("utf-8")
+    page = Page(html)
+    assert "script" not in page.tags
+    assert "alert('x')" in page.text
+    assert "{{ 7*7 }}" in page.text
+    assert "\x1b" not in html
+    assert "\\x1b[31m" in page.text
+
+
+def test_no_secret_reaches_the_page(manager, monkeypatch):
+    fill(manager, "marked-secret-key")
+    finish(manager)
+    monkeypatch.setenv("EVALOPS_API_KEY", "marked-secret-key")
+    html = report.write_report(manager.run_dir)[-1].read_text("utf-8")
+    assert "marked-secret" not in html
+    assert "[hidden]" in html
+
+
+def test_an_unfinished_run_gets_a_report_of_what_there_is(manager):
+    fill(manager)
+    manager.close()
+    text = Page(report.write_report(manager.run_dir)[-1].read_text("utf-8")).text
+    assert "interrupted" in text
+    assert "0.300-0.700" in text
+
+
+def test_a_run_without_a_round_gets_a_page_and_no_empty_plot(manager):
+    written = report.write_report(manager.run_dir)
+    assert [path.name for path in written] == ["report.html"]
+    assert "No round has been evaluated yet" in written[0].read_text("utf-8")
+    assert not (manager.run_dir / "plots").exists()
+
+
+def test_superseded_steps_are_not_plotted(manager, monkeypatch):
+    log = StructuredLogger(manager.metrics_path, console=False)
+    for step in (1, 2, 3, 4):
+        log.event("step", round=1, step=step, loss=9.0, lr=1e-4)
+    log.supersede_after(2)
+    log.event("step", round=1, step=3, loss=1.0, lr=1e-4)
+    plotted: list = []
+    real = report.loss_plot
+
+    def spy(steps):
+        plotted.extend(steps)
+        return real(steps)
+
+    monkeypatch.setattr(report, "loss_plot", spy)
+    report.write_report(manager.run_dir)
+    assert [(event["step"], event["loss"]) for event in plotted] == [(1, 9.0), (2, 9.0), (3, 1.0)]
+
+
+def test_a_torn_line_is_noted_on_the_page(manager):
+    fill(manager)
+    with open(manager.metrics_path, "a") as file:
+        file.write('{"event": "st')
+    assert "dropped a torn last line" in report.write_report(manager.run_dir)[-1].read_text("utf-8")
+
+
+def test_a_damaged_record_is_an_error_that_names_its_line(manager):
+    fill(manager)
+    lines = manager.metrics_path.read_text().splitlines()
+    manager.metrics_path.write_text("\n".join([lines[0], "{broken", *lines[1:]]) + "\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2"):
+        report.write_report(manager.run_dir)
+    with pytest.raises(RunNotFoundError):
+        report.write_report(manager.run_dir.parent)
+
+
+def test_categories_are_scored_by_round_the_weakest_first():
+    def row(id, category, score):
+        return SampleResult("t", id, 1, "q", "a", "r", score, category=category)
+
+    table = report.category_table(
+        {
+            0: [row("1", "x", 0.0), row("2", "y", 0.0)],
+            1: [row("1", "x", 1.0), row("2", "y", 0.0), row("3", "y", 1.0), row("4", None, 0.0)],
+        }
+    )
+    assert table == {
+        "rounds": [0, 1],
+        "rows": [
+            {"category": "y", "cells": [(0.0, 1), (0.5, 2)]},
+            {"category": "x", "cells": [(0.0, 1), (1.0, 1)]},
+        ],
+        "left_out": 0,
+    }
+    assert report.category_table({0: [row("1", None, 1.0)]}) is None
+
+
+def test_a_score_without_interval_is_plotted_and_several_tasks_get_a_table(manager):
+    data = report.score_plot([{"round": 0, "score": 1.0, "ci_low": None, "ci_high": None}], None)
+    assert data is not None
+    assert is_png(data)
+    assert report.score_plot([{"round": 0}], 0.5) is None
+    task = {"score": 0.5, "n": 10, "errors": 1, "ci_low": None, "ci_high": None}
+    manager.save_round_result(0, {"score": 0.5, "tasks": [{**task, "task": "one"}, {**task, "task": "two"}]})
+    text = Page(report.write_report(manager.run_dir)[-1].read_text("utf-8")).text
+    assert re.search(r"baseline\s*two\s*0\.500\s*-\s*10\s*1", text)

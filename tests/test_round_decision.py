@@ -1,0 +1,289 @@
+import math
+from typing import Any
+
+import pytest
+
+from config_schema import TrainingConfig
+from error_handling import EvaluationError
+from round_decision import RoundRecord, TaskScore, best_record, decide, target_met
+
+
+def settings(**changes):
+    defaults: dict[str, Any] = {
+        "base_model": "m",
+        "train_file": "t",
+        "eval_file": "e",
+        "eval_threshold": 0.85,
+        "max_rounds": 5,
+    }
+    return TrainingConfig(**(defaults | changes))
+
+
+def record(number, score, **fields):
+    return RoundRecord(number, score, **fields)
+
+
+def samples(right, n=40):
+    """The first `right` of `n` samples right."""
+    return {("t", str(i), 1): 1.0 if i < right else 0.0 for i in range(n)}
+
+
+def measured(number, right, n=40, **fields):
+    return RoundRecord(number, right / n, n=n, sample_scores=samples(right, n), **fields)
+
+
+def after(*history, config=None, **spent):
+    return decide(history, config or settings(), **{"learning_rate": 1e-4, **spent})
+
+
+def test_a_missed_baseline_starts_training_at_the_full_rate():
+    decision = after(record(0, 0.1, ci_low=0.05, ci_high=0.2, n=80))
+    assert (decision.action, decision.status, decision.best_round) == ("continue", "baseline", 0)
+    assert (decision.next_lr, decision.rollback_to) == (1e-4, None)
+    assert "Round 0 scored 0.10 (95 % interval 0.05 to 0.20, n = 80)" in decision.reason
+    assert "below the target of 0.85" in decision.reason
+
+
+def test_a_base_model_that_meets_the_target_stops_the_run():
+    decision = after(record(0, 0.9, n=10))
+    assert (decision.action, decision.status, decision.best_round) == ("stop", "target_met", 0)
+    assert decision.reason.startswith("The base model already meets the target: round 0 scored 0.90")
+    assert decision.next_lr is None
+
+
+@pytest.mark.parametrize(("score", "met"), [(0.85, True), (0.8499, False), (1.0, True)])
+def test_the_point_rule_compares_the_score(score, met):
+    assert target_met(record(1, score), settings())[0] is met
+
+
+def test_a_score_that_only_rounding_put_below_the_threshold_meets_it():
+    mean = 0.1 * 0.85 * 10 - 1e-15  # as a weighted mean in floating point may come out
+    assert mean < 0.85
+    assert target_met(record(1, mean), settings())[0]
+    assert not target_met(record(1, 0.85 - 1e-6), settings())[0]
+
+
+@pytest.mark.parametrize(("low", "met"), [(0.85, True), (0.84, False), (None, False)])
+def test_the_lower_bound_rule_compares_the_lower_end_and_unknown_meets_nothing(low, met):
+    config = settings(decision={"target_rule": "lower_bound"})
+    got, sentence = target_met(record(1, 1.0, ci_low=low, ci_high=None if low is None else 1.0), config)
+    assert got is met
+    assert ("unknown" in sentence) is (low is None)
+    assert "lower end" in sentence
+
+
+def test_every_task_must_reach_its_own_threshold():
+    tasks = (("easy", 0.99, 0.9), ("hard", 0.75, 0.8), ("free", 0.1, None))
+    met, sentence = target_met(record(2, 0.9, task_scores=tasks), settings())
+    assert not met
+    assert "task hard (0.75) is below its own 0.80" in sentence
+    assert "easy" not in sentence
+    assert "free" not in sentence
+    met, sentence = target_met(record(2, 0.9, task_scores=(("easy", 0.99, 0.9), ("free", 0.1, None))), settings())
+    assert met
+    assert "1 of 2 tasks with a threshold of their own reach it" in sentence
+
+
+def test_the_lower_bound_rule_holds_for_tasks_too():
+    config = settings(decision={"target_rule": "lower_bound"})
+
+    def met(*tasks):
+        return target_met(record(1, 0.95, ci_low=0.9, ci_high=1.0, task_scores=tasks), config)
+
+    assert met(TaskScore("a", 0.9, 0.8, ci_low=0.81))[0]
+    assert not met(TaskScore("a", 0.9, 0.8, ci_low=0.79))[0]
+    assert "the interval of task a is unknown" in met(("a", 0.9, 0.8))[1]
+
+
+def test_all_reasons_of_a_miss_are_named():
+    _, sentence = target_met(record(1, 0.5, errors=2, n=20, task_scores=(("a", 0.4, 0.6),)), settings())
+    assert "n = 20, 2 failed" in sentence
+    assert "below the target of 0.85" in sentence
+    assert "task a (0.40) is below its own 0.60" in sentence
+
+
+def test_a_round_that_meets_the_target_is_final_though_an_earlier_one_scored_higher():
+    config = settings(eval_threshold=0.8)
+    unmet = record(1, 0.95, task_scores=(("a", 0.5, 0.6),))
+    decision = after(record(0, 0.1), unmet, record(2, 0.82, task_scores=(("a", 0.7, 0.6),)), config=config)
+    assert (decision.status, decision.best_round) == ("target_met", 2)
+
+
+def test_meeting_the_target_in_the_last_round_over_budget_is_still_meeting_it():
+    config = settings(max_rounds=1, budget={"tokens": 10}, decision={"patience": 1})
+    decision = after(record(0, 0.1), record(1, 0.9), config=config, tokens_spent=10**9)
+    assert decision.status == "target_met"
+
+
+def test_the_best_is_the_highest_and_on_ties_the_earlier():
+    history = [record(0, 0.1), record(1, 0.7), record(2, 0.7 + 1e-16), record(3, 0.6)]
+    assert best_record(history).round == 1
+    assert best_record([*history, record(4, 0.71)]).round == 4
+    assert after(*history, config=settings(max_rounds=3)).best_round == 1
+
+
+def test_all_rounds_used_stops_with_the_best_named():
+    decision = after(record(0, 0.1), record(1, 0.8), record(2, 0.7), config=settings(max_rounds=2))
+    assert (decision.action, decision.status, decision.best_round) == ("stop", "target_missed", 1)
+    assert "All 2 rounds are used; the best is round 1 with 0.80." in decision.reason
+
+
+def test_a_missed_round_lowers_the_rate_by_the_factor():
+    decision = after(record(0, 0.1), record(1, 0.5), config=settings(lr_decay=0.8))
+    assert (decision.action, decision.status, decision.rollback_to) == ("continue", "improved", None)
+    assert decision.next_lr == pytest.approx(8e-5)
+    assert "The learning rate goes from 0.0001 to 8e-05." in decision.reason
+    decision = after(record(0, 0.1), record(1, 0.5), record(2, 0.6), learning_rate=decision.next_lr)
+    assert decision.next_lr == pytest.approx(6.4e-5)
+
+
+def test_the_rate_never_falls_below_min_lr():
+    config = settings(lr_decay=0.1, min_lr=5e-5)
+    assert after(record(0, 0.1), record(1, 0.5), config=config).next_lr == 5e-5
+    decision = after(record(0, 0.1), record(1, 0.5), config=config, learning_rate=5e-5)
+    assert decision.next_lr == 5e-5
+    assert "stays 5e-05" in decision.reason
+
+
+def test_the_plateau_policy_keeps_the_rate_while_scores_rise():
+    config = settings(decision={"lr_policy": "plateau"})
+    assert after(record(0, 0.1), record(1, 0.5), config=config).next_lr == 1e-4
+    assert after(record(0, 0.1), record(1, 0.5), record(2, 0.5), config=config).next_lr == pytest.approx(8e-5)
+
+
+def test_a_drop_beyond_noise_goes_back_to_the_best_state():
+    # 32 right, then 26: the same 26 are still right, 6 lost and none won: p = 2 / 64 = 0.031
+    decision = after(measured(0, 2), measured(1, 32), measured(2, 26))
+    assert (decision.status, decision.best_round, decision.rollback_to) == ("rolled_back", 1, 1)
+    assert decision.next_lr == pytest.approx(8e-5)
+    assert "beyond noise (paired test over 40 samples, p = 0.031)" in decision.reason
+    assert "goes back to the state of round 1" in decision.reason
+
+
+def test_a_drop_within_noise_never_goes_back():
+    # 5 lost and none won: p = 2 / 32 = 0.0625
+    decision = after(measured(0, 2), measured(1, 32), measured(2, 27))
+    assert (decision.status, decision.rollback_to) == ("not_improved", None)
+    assert "within noise (paired test over 40 samples, p = 0.06" in decision.reason
+
+
+def test_on_regression_continue_goes_on_from_the_worse_state():
+    config = settings(decision={"on_regression": "continue"})
+    decision = after(measured(0, 2), measured(1, 32), measured(2, 20), config=config)
+    assert (decision.status, decision.rollback_to, decision.best_round) == ("not_improved", None, 1)
+    assert "beyond noise" in decision.reason
+    assert "as on_regression says" in decision.reason
+
+
+def test_training_that_hurts_the_base_model_goes_back_to_it():
+    assert after(measured(0, 30), measured(1, 10)).rollback_to == 0
+
+
+def test_the_drop_is_measured_against_the_best_not_against_the_round_before():
+    decision = after(measured(0, 2), measured(1, 32), measured(2, 28), measured(3, 25))
+    assert decision.rollback_to == 1
+    assert "below round 1 (0.80)" in decision.reason
+
+
+def test_only_samples_that_both_rounds_have_are_compared():
+    best = measured(1, 32)
+    last = RoundRecord(2, 0.6, n=40, sample_scores={key: 0.0 for key in list(samples(40))[:5]})
+    decision = after(measured(0, 2), best, last)
+    assert "paired test over 5 samples" in decision.reason
+    assert decision.rollback_to is None
+
+
+def test_without_samples_in_common_nothing_is_undone_and_that_is_said():
+    decision = after(record(0, 0.1), record(1, 0.8), record(2, 0.2))
+    assert decision.rollback_to is None
+    assert "without samples in common" in decision.reason
+
+
+def test_a_drop_of_the_weighted_score_alone_is_no_evidence():
+    # The weighted score fell, yet on the samples 10 were won and none lost.
+    history = [RoundRecord(1, 0.8, sample_scores=samples(10)), RoundRecord(2, 0.7, sample_scores=samples(20))]
+    decision = after(*history)
+    assert decision.rollback_to is None
+    assert "within noise" in decision.reason
+
+
+def test_graded_scores_are_tested_too():
+    keys = [("t", str(i), 1) for i in range(8)]
+    best = RoundRecord(1, 0.7, sample_scores=dict.fromkeys(keys, 0.7))
+    last = RoundRecord(2, 0.5, sample_scores=dict.fromkeys(keys, 0.5))
+    decision = after(record(0, 0.1), best, last)  # all 8 down: 2 of 256 sign patterns
+    assert decision.rollback_to == 1
+    assert "p = 0.0078" in decision.reason
+
+
+@pytest.mark.parametrize(("patience", "status"), [(1, "patience_spent"), (2, "patience_spent"), (3, "not_improved")])
+def test_patience_counts_rounds_since_the_best(patience, status):
+    config = settings(decision={"patience": patience})
+    decision = after(record(0, 0.1), record(1, 0.5), record(2, 0.4), record(3, 0.5), config=config)
+    assert decision.status == status
+    assert decision.best_round == 1
+
+
+def test_patience_says_how_long_it_waited_and_starts_at_the_baseline():
+    config = settings(decision={"patience": 1})
+    assert after(record(0, 0.4), config=config).action == "continue"
+    decision = after(record(0, 0.4), record(1, 0.3), config=config)
+    assert "No round improved on round 0 in 1 round, and patience is 1; the best is the base model" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("budget", "spent", "sentence"),
+    [
+        ({"tokens": 1000}, {"tokens_spent": 1000}, "1,000 tokens of budget.tokens (1,000 tokens) are spent."),
+        ({"tokens": 1000}, {"tokens_spent": 700, "next_tokens": 301}, "one more round of about 301 tokens would pass"),
+        ({"seconds": 60}, {"seconds_spent": 61.0}, "61 s of budget.seconds (60 s) are spent."),
+        (
+            {"money": 2},
+            {"money_spent": 1.5, "next_money": 0.75},
+            "$1.50 of budget.money ($2.00) are spent, and one",
+        ),
+    ],
+)
+def test_a_budget_stops_the_run_before_it_is_passed(budget, spent, sentence):
+    config = settings(budget=budget, prices={"m": {"prefill": 1, "sample": 1, "train": 1}})
+    decision = after(record(0, 0.1), record(1, 0.5), config=config, **spent)
+    assert (decision.action, decision.status, decision.best_round) == ("stop", "budget_spent", 1)
+    assert sentence in decision.reason
+    assert decision.reason.endswith("The best is round 1 with 0.50.")
+
+
+def test_a_budget_with_room_for_exactly_one_more_round_goes_on():
+    config = settings(budget={"tokens": 1000, "seconds": 10})
+    decision = after(record(0, 0.1), config=config, tokens_spent=600, next_tokens=400, seconds_spent=9.9)
+    assert decision.action == "continue"
+
+
+def test_a_limit_in_money_without_a_known_cost_is_an_error():
+    config = settings(budget={"money": 2}, prices={"m": {"prefill": 1, "sample": 1, "train": 1}})
+    with pytest.raises(EvaluationError, match=r"budget\.money"):
+        after(record(0, 0.1), config=config)
+
+
+def test_decisions_depend_on_the_history_alone_and_survive_a_reload():
+    history = [measured(0, 2), measured(1, 32), measured(2, 26)]
+    assert after(*history) == after(*[RoundRecord(**vars(item)) for item in history])
+
+
+def test_histories_that_cannot_be_are_refused():
+    with pytest.raises(EvaluationError, match="no evaluated round"):
+        decide([], settings(), learning_rate=1e-4)
+    with pytest.raises(EvaluationError, match="out of order"):
+        after(record(1, 0.1), record(1, 0.2))
+    for bad in (math.nan, -0.1, 1.1, math.inf):
+        with pytest.raises(EvaluationError):
+            record(1, bad)
+    with pytest.raises(EvaluationError):
+        record(-1, 0.5)
+
+
+def test_every_reason_is_made_of_sentences():
+    for history in ([measured(0, 2)], [measured(0, 2), measured(1, 32), measured(2, 26)], [measured(0, 40)]):
+        reason = after(*history).reason
+        assert reason[0].isupper()
+        assert reason.endswith(".")
+        assert "  " not in reason

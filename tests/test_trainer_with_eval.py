@@ -1,0 +1,539 @@
+"""The loop end to end: the real SDK, the real local engine, the small base model really trained."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import config_schema
+import trainer_with_eval
+from error_handling import CheckpointError, ConfigurationError, EvalLoopError, TrainingError
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO_DATA = ROOT / "data" / "demo_data.jsonl"
+
+# Twenty invented facts, memorised in a few dozen steps; training and evaluation rows are the same on purpose.
+MEMORISE = {
+    "base_model": "Qwen/Qwen3-8B",
+    "train_file": str(DEMO_DATA),
+    "eval_file": str(DEMO_DATA),
+    "allow_overlap": True,
+    "lora_rank": 8,
+    "learning_rate": 6e-3,
+    "lr_decay": 0.8,
+    "warmup_steps": 2,
+    "batch_size": 10,
+    "steps_per_round": 20,
+    "max_rounds": 4,
+    "eval_threshold": 0.9,
+    "save_every": 6,
+    "seed": 7,
+    "evaluation": {"evaluator": "simple", "max_tokens": 12},
+    "selection": {"strategy": "none"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _local_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_MOCK", "1")
+    for name in ("TINKER_API_KEY", "TINKER_BASE_URL", "EVALOPS_API_KEY", "EVALOPS_API_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**MEMORISE, **changes}))
+    return path
+
+
+def run(folder: Path, *, runs_dir: Path | None = None, **changes: Any) -> tuple[dict[str, Any], Path]:
+    """Run the loop in this process; returns the summary and the run folder."""
+    runs_dir = runs_dir or folder / "runs"
+    config = config_schema.load_and_validate_config(write_config(folder, **changes))
+    summary = asyncio.run(trainer_with_eval.run_loop(config, runs_dir=runs_dir, console=False))
+    return summary, runs_dir / summary["run_id"]
+
+
+def resume(run_dir: Path, config: Path | None = None, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
+    loaded = config_schema.load_and_validate_config(config or run_dir / "config.json", overrides)
+    return asyncio.run(trainer_with_eval.run_loop(loaded, resume=str(run_dir), console=False))
+
+
+def main(*words: str | Path) -> int:
+    return trainer_with_eval.main([str(word) for word in words])
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["event"] == name]
+
+
+def samples(run_dir: Path, round: int) -> dict[str, dict[str, Any]]:
+    lines = (run_dir / "samples" / f"round_{round:02d}.jsonl").read_text().splitlines()
+    return {row["id"]: row for row in map(json.loads, lines)}
+
+
+def adapter_bytes(run_dir: Path, round: int) -> bytes:
+    files = sorted(run_dir.glob(f"engine/runs/*/weights/round_{round:02d}/adapter_model.safetensors"))
+    assert files, f"no saved adapter of round {round} in {run_dir}"
+    return files[-1].read_bytes()
+
+
+def scores(summary: dict[str, Any]) -> list[tuple[Any, ...]]:
+    return [
+        (row["round"], row["score"], row["nll"], row["learning_rate"], row["decision"]) for row in summary["rounds"]
+    ]
+
+
+@pytest.fixture(scope="module")
+def memorised(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_MOCK", "1")
+        return run(tmp_path_factory.mktemp("memorised"))
+
+
+@pytest.fixture
+def finished_copy(memorised: tuple[dict[str, Any], Path], tmp_path: Path) -> Path:
+    """A finished run of its own for a test that changes it."""
+    target = tmp_path / "runs" / memorised[1].name
+    shutil.copytree(memorised[1], target)
+    return target
+
+
+def test_training_lifts_the_score_from_the_baseline_to_the_target(memorised):
+    summary, run_dir = memorised
+    assert summary["exit_code"] == 0
+    assert summary["baseline_score"] < 0.2
+    first, last = summary["rounds"][1], summary["rounds"][-1]
+    assert first["score"] < summary["threshold"] <= last["score"]
+    assert len(summary["rounds"]) >= 3
+    assert summary["best_round"] == last["round"]
+    assert last["nll"] < first["nll"] < summary["rounds"][0]["nll"]
+    assert json.loads((run_dir / "summary.json").read_text()) == summary
+
+
+def test_the_run_folder_holds_what_the_documentation_promises(memorised):
+    summary, run_dir = memorised
+    state = json.loads((run_dir / "state.json").read_text())
+    assert state["status"] == "completed"
+    assert state["phase"] == "finish"
+    assert state["adapter_path"] == summary["final_checkpoint"]
+    assert state["step"] == 20 * (len(summary["rounds"]) - 1)
+    assert state["best_val"] == min(row["nll"] for row in summary["rounds"])
+    for row in summary["rounds"]:
+        kept = samples(run_dir, row["round"])
+        assert len(kept) == row["n"] == 20
+        assert sum(sample["score"] for sample in kept.values()) / 20 == pytest.approx(row["score"])
+        assert any(sample["output"] for sample in kept.values())
+    chosen = [json.loads(line) for line in (run_dir / "selection" / "round_01.jsonl").read_text().splitlines()]
+    assert {row["id"] for row in chosen} <= {f"demo_data:{line}" for line in range(1, 21)}
+    assert all(row["why"] for row in chosen)
+    assert (run_dir / "report.html").stat().st_size > 10_000
+    assert {path.name for path in (run_dir / "plots").iterdir()} >= {"loss.png", "score.png"}
+
+
+def test_every_step_is_logged_once_with_its_learning_rate_and_loss(memorised):
+    summary, run_dir = memorised
+    steps = events(run_dir, "step")
+    assert [row["step"] for row in steps] == list(range(1, 20 * (len(summary["rounds"]) - 1) + 1))
+    assert steps[0]["lr"] == pytest.approx(6e-3 / 2)
+    assert steps[1]["lr"] == pytest.approx(6e-3)
+    assert steps[20]["lr"] < 0.81 * steps[19]["lr"]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert all(row["trained_tokens"] > 0 for row in steps)
+
+
+def test_checkpoints_name_the_next_step_and_are_read_by_the_cookbook(memorised):
+    from tinker_cookbook import checkpoint_utils
+
+    summary, run_dir = memorised
+    last = checkpoint_utils.get_last_checkpoint(str(run_dir))
+    assert last is not None
+    assert last.sampler_path == summary["final_checkpoint"]
+    assert last.state_path == summary["final_state"]
+    assert last.get("step") == 20 * (len(summary["rounds"]) - 1)
+    rows = [json.loads(line) for line in (run_dir / "checkpoints.jsonl").read_text().splitlines()]
+    assert [row["batch"] for row in rows if row["round"] == 1] == [6, 12, 18, 20]
+
+
+def test_the_same_seed_gives_the_same_run_to_the_bit(memorised, tmp_path):
+    summary, run_dir = memorised
+    again, again_dir = run(tmp_path)
+    assert scores(again) == scores(summary)
+    assert adapter_bytes(again_dir, 1) == adapter_bytes(run_dir, 1)
+    assert {key: row["output"] for key, row in samples(again_dir, 1).items()} == {
+        key: row["output"] for key, row in samples(run_dir, 1).items()
+    }
+
+
+def test_a_learning_rate_of_nearly_nothing_leaves_the_baseline(memorised, tmp_path):
+    summary, run_dir = run(tmp_path, learning_rate=1e-12, min_lr=0.0, max_rounds=1)
+    assert summary["exit_code"] == 3
+    assert summary["rounds"][1]["score"] == summary["baseline_score"]
+    assert {key: row["output"] for key, row in samples(run_dir, 1).items()} == {
+        key: row["output"] for key, row in samples(run_dir, 0).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def half_right(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """Two runs that differ in the evaluator alone, on a checkpoint that gets part of the questions right."""
+    folders = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_MOCK", "1")
+        for evaluator in ("simple", "inspect"):
+            _, folders[evaluator] = run(
+                tmp_path_factory.mktemp(evaluator), evaluation={"evaluator": evaluator, "max_tokens": 12}, max_rounds=1
+            )
+    return folders
+
+
+def test_both_evaluators_see_the_same_replies_and_give_the_same_scores(half_right):
+    simple, inspect = (samples(half_right[name], 1) for name in ("simple", "inspect"))
+    assert 0.2 <= sum(row["score"] for row in simple.values()) / len(simple) <= 0.8
+    assert simple.keys() == inspect.keys()
+    for key, row in simple.items():
+        for field in ("task", "input", "target", "output", "score", "lenient_score", "stop_reason", "tokens_out"):
+            assert inspect[key][field] == row[field], (key, field)
+
+
+def test_inspect_logs_name_round_and_checkpoint(half_right):
+    from inspect_ai.log import list_eval_logs, read_eval_log
+
+    logs = [read_eval_log(log, header_only=True) for log in list_eval_logs(str(half_right["inspect"] / "evals"))]
+    rounds = {log.eval.metadata["round"]: log.eval.metadata["checkpoint"] for log in logs}
+    assert rounds[0] == "base model"
+    assert rounds[1].startswith("tinker://")
+
+
+def test_a_finished_run_says_so_and_is_not_run_again(finished_copy, capsys):
+    before = (finished_copy / "metrics.jsonl").read_bytes()
+    assert main("--resume", finished_copy) == 0
+    assert "is finished" in capsys.readouterr().out
+    assert (finished_copy / "metrics.jsonl").read_bytes() == before
+
+
+def test_another_learning_rate_is_refused_on_resume_with_the_difference(finished_copy):
+    with pytest.raises(ConfigurationError, match=r"learning_rate: 0\.006 in the run, 0\.02 now"):
+        resume(finished_copy, overrides=("learning_rate=0.02",))
+
+
+def test_changed_data_is_refused_on_resume(tmp_path):
+    data = tmp_path / "facts.jsonl"
+    shutil.copy(DEMO_DATA, data)
+    changes = {"train_file": str(data), "max_rounds": 1, "steps_per_round": 3, "warmup_steps": 1}
+    _, run_dir = run(tmp_path, **changes)
+    lines = data.read_text().splitlines()
+    data.write_text("\n".join(lines[:-1]) + "\n")
+    with pytest.raises(ConfigurationError, match="train_file: the file's content has changed"):
+        resume(run_dir, overrides=("max_rounds=2",))
+
+
+def test_more_rounds_reopen_a_run_that_missed_its_target(half_right, memorised, tmp_path):
+    run_dir = tmp_path / "runs" / half_right["simple"].name
+    shutil.copytree(half_right["simple"], run_dir)
+    summary = resume(run_dir, overrides=("max_rounds=4",))
+    assert summary["exit_code"] == 0
+    # The unbroken run with four rounds from the start is the same run.
+    assert scores(summary) == scores(memorised[0])
+    history = json.loads((run_dir / "state.json").read_text())["resume_history"]
+    assert history[0]["changes"] == {"max_rounds": {"was": 1, "now": 4}}
+
+
+def test_a_lower_threshold_closes_a_run_that_now_meets_it(half_right, tmp_path):
+    run_dir = tmp_path / "runs" / half_right["simple"].name
+    shutil.copytree(half_right["simple"], run_dir)
+    summary = resume(run_dir, overrides=("eval_threshold=0.2",))
+    assert summary["exit_code"] == 0
+    assert summary["threshold"] == 0.2
+    assert len(summary["rounds"]) == 2
+
+
+def test_a_run_can_start_from_another_run_s_adapter(memorised, tmp_path):
+    summary, run_dir = memorised
+    runs_dir = tmp_path / "runs"
+    shutil.copytree(run_dir, runs_dir / run_dir.name)
+    started, started_dir = run(
+        tmp_path, runs_dir=runs_dir, init_from=summary["final_state"], max_rounds=1, steps_per_round=3, warmup_steps=1
+    )
+    assert started["baseline_score"] == summary["best_score"]
+    assert started["exit_code"] == 0
+    assert started_dir != run_dir
+
+
+def test_an_adapter_that_is_nowhere_is_told_before_a_run_folder_exists(tmp_path, capsys):
+    config = write_config(tmp_path, init_from="tinker://nowhere:train:0/weights/round_01")
+    assert main("--config", config, "--runs-dir", tmp_path / "runs") == 1
+    assert "was not found" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_worse_round_is_rolled_back_to_the_best_state(tmp_path):
+    facts = [json.loads(line) for line in DEMO_DATA.read_text().splitlines()]
+    # Two questions that nothing teaches keep the target out of reach, and the pool teaches wrong answers.
+    unknown = [{"question": f"What is the code of drawer {n}?", "answer": f"zx{n}q"} for n in (1, 2)]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in facts + unknown))
+    phrased = ("{} ", "Please: {}", "Tell me: {}", "I ask you: {}")
+    wrong = [{"question": p.format(row["question"]), "answer": "nobody knows"} for row in facts for p in phrased]
+    (tmp_path / "pool.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wrong))
+    summary, run_dir = run(
+        tmp_path,
+        eval_file=str(tmp_path / "eval.jsonl"),
+        eval_threshold=1.0,
+        steps_per_round=40,
+        max_rounds=3,
+        selection={"strategy": "random", "pool_file": str(tmp_path / "pool.jsonl"), "label_guard": False},
+    )
+    decisions = {row["round"]: row for row in summary["rounds"]}
+    assert decisions[1]["score"] > 0.6
+    assert decisions[2]["decision"] == "rolled_back"
+    assert decisions[2]["score"] < decisions[1]["score"]
+    assert summary["best_round"] in (1, 3)
+    steps = events(run_dir, "step")
+    assert [row["step"] for row in steps] == list(range(1, 121))
+    # Round 3 starts from the state of round 1: its first loss is not that of a model taught wrong answers twice.
+    restored = next(row for row in steps if row["round"] == 3)["loss"]
+    assert restored > 2 * [row for row in steps if row["round"] == 2][-1]["loss"]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
+    with pytest.raises(TrainingError, match=r"the loss is (nan|inf).*Lower learning_rate"):
+        run(tmp_path, learning_rate=1e30, min_lr=0.0, warmup_steps=0, max_rounds=1)
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    state = json.loads((run_dir / "state.json").read_text())
+    assert state["status"] == "failed"
+    assert not (run_dir / "summary.json").exists()
+
+
+def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path, capsys, monkeypatch):
+    config = write_config(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main("--config", config, "--dry-run") == 0
+    shown = capsys.readouterr().out
+    for part in ("stand-in", "trained tokens", "plan: up to 4 rounds of 20 steps", "> ", "dry run"):
+        assert part in shown
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learning_rte": 1e-3}, "learning_rate"),
+        ({"train_file": "no_such_file.jsonl"}, "no_such_file.jsonl"),
+        ({"train_file": "bad.jsonl"}, "bad.jsonl:2"),
+        (
+            {"eval_tasks": ["no_such_task.py@t"], "evaluation": {"evaluator": "inspect", "max_tokens": 12}},
+            "no_such_task.py",
+        ),
+        ({"base_model": "Qwen/Qwen3-8Z"}, "Qwen/Qwen3-8B"),
+        ({"renderer_name": "llama3_of_old"}, "renderer"),
+        ({"max_seq_length": 8}, "max_seq_length"),
+        ({"allow_overlap": False}, "allow_overlap=true"),
+        ({"warmup_steps": 99}, "warmup_steps"),
+    ],
+)
+def test_what_the_user_can_mend_is_told_before_any_training(tmp_path, capsys, changes, message):
+    (tmp_path / "bad.jsonl").write_text('{"question": "a?", "answer": "b"}\n{"question": "a?"\n')
+    assert main("--config", write_config(tmp_path, **changes), "--runs-dir", tmp_path / "runs") == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_key_or_mock_nothing_starts(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("TINKER_MOCK")
+    assert main("--config", write_config(tmp_path), "--runs-dir", tmp_path / "runs") == 2
+    assert "TINKER_API_KEY is not set" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_nothing_to_resume_is_told(tmp_path, capsys):
+    assert main("--resume", "--runs-dir", tmp_path / "runs") == 2
+    assert str(tmp_path / "runs") in capsys.readouterr().err
+
+
+def test_a_word_that_means_nothing_is_refused(tmp_path, capsys):
+    assert main("--config", write_config(tmp_path), "nonsense") == 2
+    assert "nonsense" in capsys.readouterr().err
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys, trainer_with_eval as t\n"
+        "try: t.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'inspect_ai', 'matplotlib', 'sklearn', 'tinker', 'pydantic', 'rich'}\n"
+        "sys.exit(' '.join(heavy & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--resume" in done.stdout
+
+
+@contextmanager
+def evalops(status: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A real HTTP server that answers submissions with `status` and keeps what it was sent."""
+    received: list[dict[str, Any]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            received.append({"path": self.path, "key": self.headers["Authorization"], **body})
+            answer = b'{"id": "run-1"}' if status < 400 else b'{"detail": "no"}'
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, format: str, *args: object) -> None:
+            return
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", received
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(("status", "unsent"), [(201, 0), (422, 2)])
+def test_evalops_gets_every_evaluated_round_and_never_decides_the_run(tmp_path, monkeypatch, status, unsent):
+    monkeypatch.setenv("EVALOPS_API_KEY", "eo-marked-key")
+    with evalops(status) as (url, received):
+        summary, run_dir = run(
+            tmp_path,
+            max_rounds=1,
+            steps_per_round=3,
+            warmup_steps=1,
+            evalops_enabled=True,
+            evalops_test_suite_id="suite-9",
+            evalops_api_url=url,
+        )
+    assert summary["exit_code"] == 3
+    assert summary["evalops_unsent"] == unsent
+    assert [row["path"] for row in received[:2]] == ["/api/v1/test-runs/"] * 2
+    assert len(received) == 2 + unsent  # what was refused is tried once more at the end
+    assert received[1]["testSuiteId"] == "suite-9"
+    assert received[1]["config"]["metadata"]["round"] == 1
+    assert received[1]["config"]["metadata"]["metrics"]["score"] == summary["rounds"][1]["score"]
+    assert received[0]["key"] == "Bearer eo-marked-key"
+    written = [path for path in run_dir.rglob("*") if path.is_file() and path.suffix in (".json", ".jsonl", ".html")]
+    assert written
+    assert not [path for path in written if "eo-marked-key" in path.read_text()]
+
+
+def test_evalops_without_suite_or_key_is_refused_at_the_start(tmp_path, capsys):
+    config = write_config(tmp_path, evalops_enabled=True)
+    assert main("--config", config, "--runs-dir", tmp_path / "runs") == 2
+    assert "evalops_test_suite_id" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def start(config: Path, runs_dir: Path, *extra: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [
+            sys.executable,
+            str(ROOT / "trainer_with_eval.py"),
+            "--config",
+            str(config),
+            "--runs-dir",
+            str(runs_dir),
+            *extra,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def wait_for_event(runs_dir: Path, found: Any, process: subprocess.Popen[str]) -> Path:
+    """Wait until a run folder's events satisfy `found`; returns the folder."""
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline:
+        for path in runs_dir.glob("*/metrics.jsonl"):
+            if found([json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]):
+                return path.parent
+        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        time.sleep(0.01)
+    raise AssertionError("the run did not get so far in 180 s")
+
+
+def in_round_two(rows: list[dict[str, Any]]) -> bool:
+    return any(row["event"] == "step" and row["round"] == 2 and row["step"] >= 20 + 9 for row in rows)
+
+
+def test_a_run_killed_in_round_two_ends_as_if_it_had_not_been(memorised, tmp_path):
+    process = start(write_config(tmp_path), tmp_path / "runs")
+    run_dir = wait_for_event(tmp_path / "runs", in_round_two, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    before = {name: (run_dir / name).read_bytes() for name in ("samples/round_00.jsonl", "samples/round_01.jsonl")}
+    ended = [(row["round"], row["event"]) for row in json_rows(run_dir) if row["event"] in ("evaluation", "decision")]
+
+    summary = resume(run_dir)
+
+    assert scores(summary) == scores(memorised[0])
+    assert adapter_bytes(run_dir, 2) == adapter_bytes(memorised[1], 2)
+    # No completed phase was done again: round 1's samples, evaluation and decision are there once, untouched.
+    assert {name: (run_dir / name).read_bytes() for name in before} == before
+    after = [(row["round"], row["event"]) for row in json_rows(run_dir) if row["event"] in ("evaluation", "decision")]
+    assert after[: len(ended)] == ended
+    assert len(after) == len(set(after))
+    current = [row for row in events(run_dir, "step") if not row.get("superseded")]
+    assert [row["step"] for row in current] == list(range(1, len(current) + 1))
+    assert [(row["lr"], row["loss"]) for row in current] == [
+        (row["lr"], row["loss"]) for row in events(memorised[1], "step")
+    ]
+
+
+def json_rows(run_dir: Path) -> list[dict[str, Any]]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def test_ctrl_c_saves_and_names_the_command_that_goes_on(memorised, tmp_path):
+    process = start(write_config(tmp_path), tmp_path / "runs")
+    run_dir = wait_for_event(tmp_path / "runs", lambda rows: any(row["event"] == "step" for row in rows), process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert f"--resume {run_dir}" in output
+    assert "Traceback" not in output
+    assert json.loads((run_dir / "state.json").read_text())["status"] == "interrupted"
+    assert scores(resume(run_dir)) == scores(memorised[0])
+
+
+def test_a_second_process_on_a_run_is_refused(tmp_path, capsys):
+    process = start(write_config(tmp_path), tmp_path / "runs")
+    try:
+        run_dir = wait_for_event(tmp_path / "runs", bool, process)
+        assert main("--resume", run_dir) == 2
+        assert str(process.pid) in capsys.readouterr().err
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_lost_checkpoint_of_a_finished_round_is_told(half_right, tmp_path):
+    run_dir = tmp_path / "runs" / half_right["simple"].name
+    shutil.copytree(half_right["simple"], run_dir)
+    (run_dir / "checkpoints.jsonl").unlink()
+    with pytest.raises(CheckpointError, match="the checkpoint of round 1 is missing") as caught:
+        resume(run_dir, overrides=("max_rounds=2",))
+    assert isinstance(caught.value, EvalLoopError)

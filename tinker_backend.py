@@ -1,0 +1,531 @@
+"""The connection to a Tinker service, and everything the project asks of one.
+
+Which service is decided here and nowhere else: `TINKER_MOCK=1` starts the local engine inside this process and points
+the SDK at it, else `TINKER_API_KEY` is required and `TINKER_BASE_URL` may name another server. After that nothing in
+the product knows which one it talks to::
+
+    with connect(engine_dir=run_dir / "engine") as backend:
+        client = await backend.create_training_client("Qwen/Qwen3-8B", rank=16, seed=42)
+        step = await forward_backward_async(client, data)
+        update = await optim_step_async(client, learning_rate=1e-4)
+        output = await wait_for(step, "the first training step")
+
+Every wait has a limit and says what it waits for; every error of the SDK becomes one of `error_handling`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from error_handling import (
+    AuthenticationError,
+    CheckpointError,
+    ConfigurationError,
+    EvalLoopError,
+    ServiceError,
+    ServiceUnavailableError,
+)
+
+if TYPE_CHECKING:
+    import tinker
+
+    from rendering import ChatFormat
+
+T = TypeVar("T")
+
+HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
+# The SDK refuses keys without this prefix; the embedded engine asks for none, so this is no secret.
+EMBEDDED_KEY = "tml-local-engine"
+CONNECT_LIMIT_S = 10.0
+WAIT_LIMIT_S = 3600.0
+WAIT_NOTE_S = 60.0
+
+
+def is_mock(env: Mapping[str, str] = os.environ) -> bool:
+    """True when `TINKER_MOCK` asks for the local engine; any value but empty, 0, false and no does."""
+    return env.get("TINKER_MOCK", "").strip().lower() not in ("", "0", "false", "no")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a service says of a base model. `stand_in` names the small model that is served in its place, if any."""
+
+    name: str
+    max_context: int | None = None
+    stand_in: str | None = None
+
+
+@dataclass
+class Backend:
+    """An open connection. `kind` is "embedded", "server" (`TINKER_BASE_URL`) or "hosted"."""
+
+    kind: str
+    base_url: str
+    api_key: str = field(repr=False)
+    _server: Any = field(default=None, repr=False)
+    _temp_dir: Any = field(default=None, repr=False)
+    _service: Any = field(default=None, repr=False)
+    _capabilities: dict[str, int | None] | None = field(default=None, repr=False)
+
+    @property
+    def service(self) -> tinker.ServiceClient:
+        """The SDK's client; made on first use, because making it opens a session on the service."""
+        if self._service is None:
+            import tinker
+
+            self._service = tinker.ServiceClient(base_url=self.base_url, api_key=self.api_key)
+        return self._service
+
+    def describe(self) -> str:
+        """One phrase for the terminal."""
+        place = {"embedded": "local engine inside this process", "server": "server at", "hosted": "hosted service at"}
+        return place[self.kind] if self.kind == "embedded" else f"{place[self.kind]} {self.base_url}"
+
+    def _get(self, path: str, **params: str) -> Any:
+        """GET `path` with a short limit; raises as `wait_for` does. Returns the `requests.Response`."""
+        import requests
+
+        url = f"{self.base_url}/api/v1/{path}"
+        try:
+            response = requests.get(
+                url, params=params, headers={"X-API-Key": self.api_key}, timeout=(CONNECT_LIMIT_S / 2, CONNECT_LIMIT_S)
+            )
+        except requests.RequestException as err:
+            raise ServiceUnavailableError(
+                f"no answer from the Tinker service at {self.base_url} ({type(err).__name__}). "
+                "Check the network and TINKER_BASE_URL, or set TINKER_MOCK=1 to use the local engine."
+            ) from err
+        if response.status_code in (401, 403):
+            raise AuthenticationError(
+                f"the Tinker service at {self.base_url} refused the API key (HTTP {response.status_code}). "
+                "Check TINKER_API_KEY."
+            )
+        return response
+
+    def models(self) -> dict[str, int | None]:
+        """Base models the service offers, with their context length in tokens where it tells."""
+        if self._capabilities is None:
+            response = self._get("get_server_capabilities")
+            if response.status_code != 200:
+                raise ServiceError(
+                    f"the Tinker service at {self.base_url} answered HTTP {response.status_code} when asked for its "
+                    "models. Is TINKER_BASE_URL the address of a Tinker server?"
+                )
+            try:
+                offered = response.json()["supported_models"]
+                self._capabilities = {m["model_name"]: m.get("max_context_length") for m in offered}
+            except (ValueError, KeyError, TypeError) as err:
+                raise ServiceError(
+                    f"{self.base_url} answered, but not as a Tinker server does. Check TINKER_BASE_URL."
+                ) from err
+        return self._capabilities
+
+    def check_model(self, name: str) -> ServedModel:
+        """Ask the service about `name`; raises `ConfigurationError` with near names when it does not serve it."""
+        info = self._engine_info(name)
+        if info is not None:
+            stand_in = info.get("served_by") if info.get("stand_in") else None
+            return ServedModel(name, info.get("max_context"), stand_in)
+        offered = self.models()
+        if name in offered:
+            return ServedModel(name, offered[name])
+        near = difflib.get_close_matches(name, offered, n=3, cutoff=0.4) or sorted(offered)[:8]
+        raise ConfigurationError(
+            f"base_model: the {self.describe()} does not serve {name!r}. It serves, among others: {', '.join(near)}"
+        )
+
+    def _engine_info(self, model: str) -> dict[str, Any] | None:
+        """What our own engine says of `model`, with its tokenizer's files; None when the server is another one."""
+        response = self._get("tokenizer_files", model=model)
+        if response.status_code in (400, 422):
+            raise ConfigurationError(f"base_model: {_detail(response)}")
+        if response.status_code != 200:
+            return None
+        try:
+            info = response.json()
+        except ValueError:
+            return None
+        return info if isinstance(info, dict) and "files" in info else None
+
+    def get_tokenizer(self, model: str) -> Any:
+        """The tokenizer of `model`: see `get_tokenizer`."""
+        if (Path(model) / "tokenizer_config.json").is_file():
+            return _load_tokenizer(Path(model))
+        info = self._engine_info(model)
+        if info is not None:
+            return _load_tokenizer(_unpack_tokenizer(info["files"]))
+        try:
+            from tinker_cookbook import tokenizer_utils
+        except ImportError:
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(model)
+        try:
+            return tokenizer_utils.get_tokenizer(model)
+        except Exception as err:
+            raise ConfigurationError(
+                f"base_model: the tokenizer of {model!r} could not be loaded ({type(err).__name__}: {err}). "
+                "It is fetched from the model hub once; check the network, or put the model's folder on this machine."
+            ) from err
+
+    async def create_training_client(self, base_model: str, *, rank: int, seed: int) -> tinker.TrainingClient:
+        """A new LoRA adapter on `base_model`, its weights fixed by `seed` where the service honours it."""
+        return await wait_for(
+            self.service.create_lora_training_client(base_model=base_model, rank=rank, seed=seed),
+            f"a new LoRA adapter on {base_model}",
+        )
+
+    async def restore_training_client(self, state_path: str, *, optimizer: bool = True) -> tinker.TrainingClient:
+        """A training client holding the saved state at `state_path`, with its optimizer's moments unless refused."""
+        if "/sampler_weights/" in state_path:
+            raise CheckpointError(
+                f"{state_path} holds weights for sampling only, without optimizer state; training needs a path with "
+                "/weights/ in it (the state_path of a row in checkpoints.jsonl)"
+            )
+        create = (
+            self.service.create_training_client_from_state_with_optimizer
+            if optimizer
+            else self.service.create_training_client_from_state
+        )
+        return await wait_for(create(state_path), f"the saved state {state_path}")
+
+    async def create_sampling_client(
+        self, *, model_path: str | None = None, base_model: str | None = None
+    ) -> tinker.SamplingClient:
+        """A client that samples from saved weights, or from the untouched base model."""
+        return await wait_for(
+            self.service.create_sampling_client(model_path=model_path, base_model=base_model),
+            f"a sampler of {model_path or base_model}",
+        )
+
+    def state_info(self, state_path: str) -> Any:
+        """Base model and rank of the saved state at `state_path`; raises `CheckpointError` when it is not there."""
+        import tinker
+
+        rest = tinker.RestClient(base_url=self.base_url, api_key=self.api_key)
+        try:
+            return rest.get_weights_info_by_tinker_path(state_path).result(timeout=CONNECT_LIMIT_S)
+        except Exception as err:
+            mended = translate_error(err, f"looking up {state_path}")
+            if isinstance(mended, AuthenticationError | ServiceUnavailableError):
+                raise mended from err
+            raise CheckpointError(f"{state_path} was not found on the {self.describe()}: {err}") from err
+
+    def close(self, status: str = "success") -> None:
+        """End the session and stop the embedded engine. Safe to call twice."""
+        if self._service is not None:
+            # A server that is already gone cannot be told that the session ends, and nothing depends on it.
+            with contextlib.suppress(Exception):
+                self._service.close(status).result(timeout=5)
+            self._service = None
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+        if self._temp_dir is not None:
+            self._temp_dir.cleanup()
+            self._temp_dir = None
+
+
+@contextlib.contextmanager
+def connect(
+    engine_dir: Path | None = None,
+    env: Mapping[str, str] = os.environ,
+    *,
+    adopt: str | None = None,
+    adopt_from: Path | str | None = None,
+) -> Iterator[Backend]:
+    """Connect to the service that the environment names, and close on leaving.
+
+    `engine_dir` holds the embedded engine's state (None: a temporary folder, for checks that keep nothing). Each run
+    has its own; `adopt` names a `tinker://` checkpoint that is looked for in the engines of the run folders in
+    `adopt_from` and copied here, as a hosted service would find it without copying. Raises
+    `ConfigurationError` without a usable key, `ServiceUnavailableError` or `AuthenticationError` within
+    `CONNECT_LIMIT_S` seconds when the service does not answer or refuses.
+    """
+    backend = _open(engine_dir, env, adopt, adopt_from)
+    status = "errored"
+    try:
+        backend.models()
+        yield backend
+        status = "success"
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        status = "interrupted"
+        raise
+    finally:
+        backend.close(status)
+
+
+def _open(engine_dir: Path | None, env: Mapping[str, str], adopt: str | None, adopt_from: Path | str | None) -> Backend:
+    if is_mock(env):
+        from mock_tinker import LocalTinkerServer
+
+        # A proxy set for the outside world would swallow requests to this machine without a message.
+        for name in ("NO_PROXY", "no_proxy"):
+            listed = os.environ.get(name, "")
+            if "127.0.0.1" not in listed:
+                os.environ[name] = ",".join(filter(None, [listed, "127.0.0.1", "localhost"]))
+        os.environ["TINKER_TELEMETRY"] = "0"
+        temp_dir = tempfile.TemporaryDirectory(prefix="tinker-engine-") if engine_dir is None else None
+        state_dir = Path(temp_dir.name) if temp_dir else engine_dir
+        assert state_dir is not None
+        if adopt is not None and adopt_from is not None:
+            _adopt(adopt, Path(adopt_from), state_dir)
+        server = LocalTinkerServer(state_dir)
+        return Backend("embedded", server.start(), EMBEDDED_KEY, _server=server, _temp_dir=temp_dir)
+    key = env.get("TINKER_API_KEY", "").strip()
+    if not key:
+        raise ConfigurationError(
+            "TINKER_API_KEY is not set. Set it to use the hosted service, or set TINKER_MOCK=1 to train on the local "
+            "engine without a key."
+        )
+    if not key.startswith(("tml-", "eyJ")):
+        raise ConfigurationError("TINKER_API_KEY does not look like a Tinker key: it must start with 'tml-'.")
+    url = env.get("TINKER_BASE_URL", "").strip().rstrip("/")
+    return Backend("server" if url else "hosted", url or HOSTED_URL, key)
+
+
+def _adopt(path: str, runs_dir: Path, state_dir: Path) -> None:
+    """Copy the checkpoint at `path` from whichever run's engine has it; when none has, the engine will say so."""
+    from adapter_store import AdapterStore
+
+    for engine in sorted(runs_dir.glob("*/engine")):
+        if engine.resolve() == state_dir.resolve():
+            continue
+        with contextlib.suppress(CheckpointError):
+            AdapterStore(state_dir).adopt(AdapterStore(engine).find(path))
+            return
+
+
+def get_tokenizer(model: str, backend: Backend) -> Any:
+    """The only source of tokenizers, for training, dry runs and prediction alike.
+
+    In this order: a local folder; the connected engine's own files, so that a stand-in is never fed another model's
+    tokens; the tokenizer cache or hub. Returns a `transformers` tokenizer; raises `ConfigurationError`.
+    """
+    return backend.get_tokenizer(model)
+
+
+def _unpack_tokenizer(files: Mapping[str, str]) -> Path:
+    """Write tokenizer files (name to text) into the cache folder, once per content, and return their folder."""
+    digest = hashlib.sha256(json.dumps(sorted(files.items())).encode()).hexdigest()[:24]
+    import base_models
+
+    folder = base_models.cache_dir() / "tokenizers" / digest
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as temp:
+            unpacked = Path(temp) / "files"
+            unpacked.mkdir()
+            for name, text in files.items():
+                (unpacked / Path(name).name).write_text(text, encoding="utf-8")
+            # Another process may have put the same content there meanwhile; then ours is not needed.
+            with contextlib.suppress(OSError):
+                unpacked.rename(folder)
+    return folder
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    import base_models
+
+    return base_models.load_tokenizer(folder)
+
+
+def _detail(response: Any) -> str:
+    try:
+        return str(response.json().get("detail", response.text))
+    except (ValueError, AttributeError):
+        return response.text[:500]
+
+
+def translate_error(err: BaseException, what: str) -> EvalLoopError:
+    """An SDK error as one of ours, saying what was being done. Errors of ours are returned unchanged."""
+    if isinstance(err, EvalLoopError):
+        return err
+    import tinker
+
+    if isinstance(err, tinker.AuthenticationError | tinker.PermissionDeniedError):
+        return AuthenticationError(f"{what}: the service refused the API key ({err}). Check TINKER_API_KEY.")
+    if isinstance(err, tinker.APIConnectionError | asyncio.TimeoutError | ConnectionError):
+        return ServiceUnavailableError(f"{what}: the service did not answer ({type(err).__name__}).")
+    if isinstance(err, tinker.RequestFailedError):
+        # The SDK wraps the service's words in its own bookkeeping, which helps nobody.
+        said = err.message.removeprefix("Request failed: ").split(" for self.request_id=", 1)[0]
+        return ServiceError(f"{what}: {said}")
+    return ServiceError(f"{what}: {type(err).__name__}: {err}")
+
+
+async def wait_for(
+    future: Any,
+    what: str,
+    *,
+    limit_s: float = WAIT_LIMIT_S,
+    note: Callable[[str], None] | None = None,
+) -> Any:
+    """Await an SDK future (or any awaitable) for at most `limit_s` seconds.
+
+    `note` is called once a minute with what is being waited for, so that a queue is told apart from a hang. SDK errors
+    are raised as `error_handling` classes; a passed limit is a `ServiceUnavailableError`.
+    """
+
+    async def result() -> Any:
+        return await future
+
+    task = asyncio.ensure_future(result())
+    started = time.monotonic()
+    try:
+        while not task.done():
+            left = limit_s - (time.monotonic() - started)
+            if left <= 0:
+                raise ServiceUnavailableError(f"gave up after {limit_s:.0f} s waiting for {what}")
+            await asyncio.wait({task}, timeout=min(WAIT_NOTE_S, left))
+            if note and not task.done():
+                note(f"still waiting for {what} ({time.monotonic() - started:.0f} s)")
+    finally:
+        if not task.done():
+            task.cancel()
+    try:
+        return task.result()
+    except asyncio.CancelledError:
+        raise
+    except Exception as err:
+        mended = translate_error(err, f"waiting for {what}")
+        if mended is err:
+            raise
+        raise mended from err
+
+
+async def forward_backward_async(
+    client: tinker.TrainingClient, data: Sequence[tinker.Datum], loss_fn: Any = "cross_entropy"
+) -> Awaitable[tinker.ForwardBackwardOutput]:
+    """Submit a gradient computation over `data`; await the returned future (through `wait_for`) for its output."""
+    return client.forward_backward(list(data), loss_fn)
+
+
+async def optim_step_async(
+    client: tinker.TrainingClient, learning_rate: float, **adam: float
+) -> Awaitable[tinker.OptimStepResponse]:
+    """Submit one Adam step with the gradients accumulated so far; never repeated by us, whatever happens to it."""
+    import tinker
+
+    return client.optim_step(tinker.AdamParams(learning_rate=learning_rate, **adam))
+
+
+def trained_nll(data: Sequence[tinker.Datum], outputs: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """(summed negative log-likelihood in nats, summed weights) of a forward pass's weighted tokens.
+
+    `outputs` are its `loss_fn_outputs`, one per datum. Taken from the returned logprobs and the weights sent, not from
+    the service's metrics, which some servers leave empty.
+    """
+    total = weight_sum = 0.0
+    for datum, result in zip(data, outputs, strict=True):
+        weights = datum.loss_fn_inputs["weights"].to_numpy()
+        logprobs = result["logprobs"].to_numpy()
+        total -= float((weights * logprobs).sum())
+        weight_sum += float(weights.sum())
+    return total, weight_sum
+
+
+async def mean_nll(client: tinker.TrainingClient, data: Sequence[tinker.Datum], *, chunk: int = 64) -> float:
+    """Negative log-likelihood per weighted token (nats) of `data` under the client's weights, without training.
+
+    Raises `ValueError` when nothing carries weight.
+    """
+    total = weight_sum = 0.0
+    for start in range(0, len(data), chunk):
+        part = list(data[start : start + chunk])
+        output = await wait_for(client.forward(part, "cross_entropy"), "the likelihood of the evaluation targets")
+        nll, weights = trained_nll(part, output.loss_fn_outputs)
+        total += nll
+        weight_sum += weights
+    if weight_sum <= 0:
+        raise ValueError("no token of the data carries weight, so its likelihood per token is undefined")
+    return total / weight_sum
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A model's reply. `text` is what is scored; `stop_reason` is "stop" or "max_tokens"; `seconds` is wall clock."""
+
+    text: str
+    tokens: tuple[int, ...]
+    stop_reason: str
+    tokens_in: int
+    tokens_out: int
+    seconds: float
+    logprobs: tuple[float, ...] | None = None
+
+
+class ChatSampler:
+    """Asks one checkpoint, through one chat format and one set of sampling settings.
+
+    Evaluators, prediction and judging all ask through it, so that the same messages get the same reply everywhere. At
+    temperature 0 decoding is greedy; above it each conversation has a seed of its own, derived from `seed`, its tokens
+    and `epoch`, so that a repeated evaluation repeats its replies.
+    """
+
+    def __init__(
+        self,
+        sampling_client: tinker.SamplingClient,
+        chat_format: ChatFormat,
+        *,
+        max_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        limit_s: float = WAIT_LIMIT_S,
+    ) -> None:
+        self._client = sampling_client
+        self.chat_format = chat_format
+        self.max_tokens = max_tokens
+        self.temperature = temperature
+        self.top_p = top_p
+        self.seed = seed
+        self._limit_s = limit_s
+
+    async def reply(self, messages: Sequence[Mapping[str, str]], *, epoch: int = 1) -> Reply:
+        """The model's next turn after `messages`. Raises as `wait_for` does."""
+        import tinker
+
+        prompt = self.chat_format.prompt_tokens(messages)
+        seed = None
+        if self.temperature > 0:
+            digest = hashlib.sha256(json.dumps([self.seed, epoch, prompt]).encode()).digest()
+            seed = int.from_bytes(digest[:4], "big") >> 1
+        params = tinker.SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=seed,
+            stop=self.chat_format.stop,
+        )
+        started = time.monotonic()
+        response = await wait_for(
+            self._client.sample(tinker.ModelInput.from_ints(prompt), num_samples=1, sampling_params=params),
+            "a sampled reply",
+            limit_s=self._limit_s,
+        )
+        seconds = time.monotonic() - started
+        sequence = response.sequences[0]
+        tokens = tuple(int(token) for token in sequence.tokens)
+        text, _ = self.chat_format.reply_text(list(tokens))
+        logprobs = tuple(float(value) for value in sequence.logprobs) if sequence.logprobs is not None else None
+        return Reply(
+            text=text,
+            tokens=tokens,
+            stop_reason="max_tokens" if sequence.stop_reason == "length" else "stop",
+            tokens_in=len(prompt),
+            tokens_out=len(tokens),
+            seconds=seconds,
+            logprobs=logprobs,
+        )

@@ -1,0 +1,241 @@
+"""Fine-tune a model until its evaluation says it is good enough.
+
+    python trainer_with_eval.py --config eval_loop_config.json learning_rate=2e-4
+    python trainer_with_eval.py --config eval_loop_config.json --dry-run
+    python trainer_with_eval.py --resume
+
+Measure the base model; then select rows, train a round, checkpoint, evaluate, submit and decide, until the target is
+met or the rounds, the patience or the budget are spent. Kill it anywhere; `--resume` goes on from the last completed
+phase. Exit codes: 0 target met, 1 failed, 2 bad usage, configuration or data, 3 finished below the target,
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from error_handling import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, EvalLoopError
+
+if TYPE_CHECKING:
+    from checkpoint_manager import CheckpointManager
+    from config_schema import TrainingConfig
+    from preparation import Prepared
+    from tinker_backend import Backend
+    from training_run import TrainingRun
+
+DEFAULT_RUNS_DIR = "runs"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of the loop; words with `=` are taken out before it sees them."""
+    parser = argparse.ArgumentParser(
+        prog="trainer_with_eval.py",
+        description="Fine-tune with LoRA on Tinker, evaluate after every round, stop at the target.",
+        epilog="key=value arguments override the configuration: learning_rate=2e-4 evaluation.max_tokens=64. "
+        "Set TINKER_API_KEY for the hosted service, or TINKER_MOCK=1 for the local engine.",
+    )
+    parser.add_argument("--config", metavar="FILE", help="the configuration, a JSON object")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="RUN",
+        help="continue the newest run, or the named one, from its last completed phase",
+    )
+    parser.add_argument(
+        "--runs-dir", default=DEFAULT_RUNS_DIR, metavar="DIR", help="where run folders are (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check configuration, data, tasks and model, show the plan, and stop"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
+    return parser
+
+
+async def loop(run: TrainingRun) -> dict[str, Any]:
+    """The loop itself. Every phase is a no-op when an earlier process completed it."""
+    while (round := run.next_round()) is not None:
+        run.check_stop()
+        if round == 0:
+            await run.baseline()
+        else:
+            await run.select(round)
+            await run.train(round)
+            await run.checkpoint(round)
+            await run.evaluate(round)
+        run.submit(round)
+        run.decide(round)
+    return run.finish()
+
+
+async def run_loop(
+    config: TrainingConfig | None,
+    *,
+    runs_dir: Path | str = DEFAULT_RUNS_DIR,
+    resume: str | None = None,
+    dry_run: bool = False,
+    command: str = "",
+    console: bool = True,
+) -> dict[str, Any]:
+    """Run the loop to its end and return the summary (the content of `summary.json`; empty for a dry run).
+
+    `resume` continues a run: "" the newest in `runs_dir`, else its name or path; `config` may then be None, and when it
+    is given it must be the run's own but for limits that may be raised. Raises `EvalLoopError`s; the run folder says
+    `interrupted` or `failed` then, and can be resumed.
+    """
+    import run_opening
+    import tinker_backend
+    from checkpoint_manager import CheckpointManager, resolve_run
+    from logger import StructuredLogger
+    from preparation import prepare
+
+    screen = StructuredLogger(None, console=console)
+    if resume is not None:
+        with CheckpointManager.open(resolve_run(runs_dir, resume or None), command=command) as folder:
+            config, changes = run_opening.reopen(folder, config)
+            if config is None:
+                return run_opening.tell_finished(folder, screen)
+            with tinker_backend.connect(folder.engine_dir) as backend:
+                prepared = prepare(config, backend)
+                run_opening.refuse_changed_inputs(folder, prepared)
+                run_opening.show_plan(prepared, screen)
+                if dry_run:
+                    return {}
+                folder.record_resume(command=command, changes=changes)
+                return await to_the_end(prepared, folder, backend, console=console)
+
+    assert config is not None, "run_loop needs a configuration unless it resumes"
+    with tinker_backend.connect(adopt=config.init_from, adopt_from=runs_dir) as backend:
+        prepared = prepare(config, backend)
+    run_opening.show_plan(prepared, screen)
+    if dry_run:
+        screen.say("dry run: all of this was checked; nothing was trained, sampled or saved")
+        return {}
+    with (
+        run_opening.create_run_folder(prepared, runs_dir, command) as folder,
+        tinker_backend.connect(folder.engine_dir, adopt=config.init_from, adopt_from=runs_dir) as backend,
+    ):
+        return await to_the_end(prepared, folder, backend, console=console)
+
+
+async def to_the_end(
+    prepared: Prepared, folder: CheckpointManager, backend: Backend, *, console: bool
+) -> dict[str, Any]:
+    """Work on an open run until it is finished, leaving its state true whatever ends it."""
+    import run_opening
+    from error_handling import InterruptedRunError
+    from logger import StructuredLogger
+    from training_run import TrainingRun
+
+    log = StructuredLogger(folder.metrics_path, console=console)
+    for note in folder.notes:
+        log.warn(note)
+    log.say(f"run {folder.run_id}")
+    resume_command = f"{Path(sys.executable).name} trainer_with_eval.py --resume {folder.run_dir}"
+    try:
+        with stop_on_signals(resume_command) as stop:
+            summary = await loop(TrainingRun(prepared, folder, backend, log, stop))
+    except InterruptedRunError as err:
+        run_opening.record_interruption(folder, "interrupted")
+        raise InterruptedRunError(f"{err}. Continue with: {resume_command}") from err
+    except EvalLoopError as err:
+        run_opening.record_interruption(folder, "failed")
+        log.event("failed", error=str(err))
+        print(f"The run is kept and can go on: {resume_command}", file=sys.stderr)
+        raise
+    run_opening.tell_outcome(folder, summary, log)
+    return summary
+
+
+@contextlib.contextmanager
+def stop_on_signals(resume_command: str) -> Iterator[asyncio.Event]:
+    """An event that the first SIGINT or SIGTERM sets; the second one leaves at once."""
+    stop = asyncio.Event()
+    running = asyncio.get_running_loop()
+
+    def ask_to_stop() -> None:
+        if stop.is_set():
+            print(f"\nleaving at once. Continue with: {resume_command}", file=sys.stderr, flush=True)
+            os._exit(EXIT_INTERRUPTED)
+        print("\nstopping: finishing what is in flight (again to leave at once)", file=sys.stderr, flush=True)
+        stop.set()
+
+    handled = []
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # Windows' event loop cannot do this; there Ctrl-C is a KeyboardInterrupt, and the run is resumable.
+            with contextlib.suppress(NotImplementedError):
+                running.add_signal_handler(number, ask_to_stop)
+                handled.append(number)
+    try:
+        yield stop
+    finally:
+        for number in handled:
+            running.remove_signal_handler(number)
+
+
+def load_config(args: argparse.Namespace, overrides: Sequence[str]) -> TrainingConfig | None:
+    """The configuration that the command line names; None for a resume that names none."""
+    import config_schema
+    from error_handling import ConfigurationError
+
+    path = args.config
+    if path is None and args.resume is None:
+        raise ConfigurationError("--config FILE is needed (or --resume to continue a run); see --help")
+    if path is None and overrides:
+        from checkpoint_manager import resolve_run
+
+        path = str(resolve_run(args.runs_dir, args.resume or None) / "config.json")
+    if path is None:
+        return None
+    config = config_schema.load_and_validate_config(path, overrides)
+    config_schema.check_environment(config, os.environ)
+    return config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code. Only a bug shows a traceback."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    args = build_parser().parse_args([word for word in words if word not in overrides])
+    if args.overrides:
+        print(
+            f"error: {args.overrides[0]!r} is neither an option nor key=value; see --help",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
+    from logger import redact, visible
+
+    try:
+        config = load_config(args, overrides)
+        summary = asyncio.run(
+            run_loop(
+                config,
+                runs_dir=args.runs_dir,
+                resume=args.resume,
+                dry_run=args.dry_run,
+                command=" ".join([sys.executable, *sys.argv]),
+            )
+        )
+        return int(summary.get("exit_code", 0))
+    except EvalLoopError as err:
+        print(f"error: {redact(visible(str(err)))}", file=sys.stderr)
+        return err.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except OSError as err:
+        print(f"error: {redact(visible(str(err)))}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

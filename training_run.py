@@ -1,0 +1,502 @@
+"""One run being worked on: a method per phase of the loop, each a no-op when the run folder says it is done.
+
+`trainer_with_eval.run_loop` calls the phases in order; what they decide comes from pure functions (`data_selector`,
+`round_decision`, `hyperparam_utils`), what they keep goes through `checkpoint_manager`. A phase is marked done
+together with its results in one atomic write, so that a killed run resumes at the first phase that is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import data_loader
+import evalops_client
+import hyperparam_utils
+import preparation
+import round_decision
+import run_opening
+import run_summary
+import tinker_backend
+from checkpoint_evaluation import ask_checkpoint, tell_score
+from checkpoint_manager import Checkpoint, CheckpointManager
+from data_selector import DataSelector, SelectedRow, Selection
+from error_handling import (
+    EXIT_TARGET_MET,
+    EXIT_TARGET_MISSED,
+    CheckpointError,
+    EvalLoopError,
+    InterruptedRunError,
+    TrainingError,
+)
+from logger import StructuredLogger
+from step_pipeline import StepPipeline
+
+if TYPE_CHECKING:
+    import tinker
+
+    from preparation import Prepared
+
+T = TypeVar("T")
+
+# A checkpoint within a round only serves a resume of that round; the service may let it go after two weeks.
+MID_ROUND_TTL_S = 14 * 24 * 3600
+
+
+class TrainingRun:
+    """The phases of one run over an open run folder and an open connection.
+
+    `stop` is set when the user or the system asks the run to stop; the phase in progress then saves what it can and
+    raises `InterruptedRunError`.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        folder: CheckpointManager,
+        backend: tinker_backend.Backend,
+        log: StructuredLogger,
+        stop: asyncio.Event,
+    ) -> None:
+        self.prepared = prepared
+        self.config = prepared.config
+        self.folder = folder
+        self.backend = backend
+        self.log = log
+        self.stop = stop
+        self._client: tinker.TrainingClient | None = None
+        self._started = time.monotonic()
+        self._wall_before: float = folder.load_state().get("wall_s", 0.0)
+        usable = prepared.loader.usable
+        self._train_rows = usable(prepared.train.rows)
+        self._pool_rows = usable(prepared.pool.rows) if prepared.pool else []
+        self._rows = {row.id: row for row in (*self._train_rows, *self._pool_rows)}
+        eval_rows = prepared.evaluation_rows.rows if prepared.evaluation_rows else ()
+        self._selector = DataSelector(
+            self._train_rows,
+            self._pool_rows,
+            eval_rows,
+            selection_config=self.config.selection,
+            seed=self.config.seed,
+            allow_overlap=self.config.allow_overlap,
+        )
+
+    # Where the run stands
+
+    def results(self) -> list[dict[str, Any]]:
+        """The rounds' results so far, the baseline first."""
+        return self.folder.round_results()
+
+    def result(self, round: int) -> dict[str, Any]:
+        return next(row for row in self.results() if row["round"] == round)
+
+    def next_round(self) -> int | None:
+        """The round to work on: the first that is not decided; None when the last decision was to stop."""
+        decided = [row for row in self.results() if self.folder.is_done(row["round"], "decide")]
+        if not decided:
+            return 0
+        last = decided[-1]
+        return None if last["action"] == "stop" else last["round"] + 1
+
+    def wall_seconds(self) -> float:
+        """Seconds spent on this run so far, in this process and the ones before."""
+        return self._wall_before + time.monotonic() - self._started
+
+    def learning_rate(self, round: int) -> float:
+        """The base learning rate of `round` (from 1): decided after the round before."""
+        return float(self.result(round - 1)["next_lr"])
+
+    def _first_step(self, round: int) -> int:
+        """Optimizer steps submitted before `round`; steps never rewind, so it is a function of the round alone."""
+        return (round - 1) * self.config.steps_per_round
+
+    def _done(self, round: int, phase: str, **fields: Any) -> None:
+        self.folder.phase_done(round, phase, wall_s=self.wall_seconds(), **fields)
+
+    def check_stop(self) -> None:
+        """Raise `InterruptedRunError` when the run was asked to stop."""
+        if self.stop.is_set():
+            raise InterruptedRunError("interrupted; everything finished so far is saved")
+
+    async def _unless_stopped(self, work: Awaitable[T]) -> T:
+        """Await `work`, abandoning it when the run is asked to stop; what it kept as it went stays kept."""
+        task = asyncio.ensure_future(work)
+        stopped = asyncio.ensure_future(self.stop.wait())
+        try:
+            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            task.cancel()
+            await asyncio.wait({task}, timeout=30)
+            self.check_stop()
+            raise InterruptedRunError("interrupted")
+        finally:
+            stopped.cancel()
+
+    # The training client
+
+    def _start_point(self, round: int) -> Checkpoint | None:
+        """The saved state from which `round` goes on or begins; None for a new adapter."""
+        within = self.folder.latest_checkpoint(round=round)
+        if within is not None or round == 0:
+            return within
+        base = self.result(round - 1).get("rollback_to")
+        base = round - 1 if base is None else base
+        checkpoint = self.folder.checkpoint_of_round(base)
+        if base > 0 and checkpoint is None:
+            raise CheckpointError(
+                f"{self.folder.checkpoints_path}: the checkpoint of round {base} is missing, so round {round} has "
+                "nothing to start from"
+            )
+        return checkpoint
+
+    async def client(self, round: int) -> tinker.TrainingClient:
+        """The training client, holding the weights that `round` needs; made or restored on first use."""
+        if self._client is None:
+            start = self._start_point(round)
+            if start is not None and start.state_path is not None:
+                self.log.say(f"restoring {start.name} (step {start.step}) with its optimizer state")
+                self._client = await self.backend.restore_training_client(start.state_path)
+            elif self.config.init_from:
+                self._client = await self.backend.restore_training_client(self.config.init_from, optimizer=False)
+            else:
+                self._client = await self.backend.create_training_client(
+                    self.config.base_model, rank=self.config.lora_rank, seed=self.config.seed
+                )
+        return self._client
+
+    # Phases
+
+    async def baseline(self) -> None:
+        """Evaluate the untouched base model, or with `init_from` the adapter that the run starts from."""
+        if self.folder.is_done(0, "baseline"):
+            return
+        self.folder.start_phase(0, "baseline")
+        model_path = None
+        if self.config.init_from:
+            client = await self.client(0)
+            saved = await self._wait(client.save_weights_for_sampler("start"), "the starting adapter's weights")
+            model_path = saved.path
+        figures = await self._evaluate(0, model_path, "baseline")
+        self.folder.save_round_result(
+            0, {**figures, "checkpoint": model_path, "learning_rate": None, "steps": 0, "rows": 0}
+        )
+        self._done(0, "baseline", best_val=figures["nll"])
+        tell_score(self.result(0), self.config.evaluation.max_tokens, self.log)
+
+    async def select(self, round: int) -> None:
+        """Choose the rows of the round, and write down which and why."""
+        if self.folder.is_done(round, "select"):
+            return
+        self.folder.start_phase(round, "select")
+        if self.folder.load_selection(round) is None:
+            selection = await self._choose(round)
+            for note in selection.notes:
+                self.log.say(f"round {round}: {note}")
+            self.log.event(
+                "selection",
+                round=round,
+                step=self._first_step(round),
+                rows=len(selection.rows),
+                notes=list(selection.notes),
+                set_aside=[row.to_json() for row in selection.set_aside],
+            )
+            self.folder.write_selection(round, [row.to_json() for row in selection.rows])
+        self._done(round, "select")
+
+    async def _choose(self, round: int) -> Selection:
+        seen: Counter[str] = Counter()
+        for earlier in range(1, round):
+            seen.update(row.id for step in self._batches(earlier) for row in step)
+        arguments: dict[str, Any] = {
+            "round": round,
+            "count": self.config.steps_per_round * self.config.batch_size,
+            "seen": seen,
+            "samples": self.folder.load_samples(round - 1),
+        }
+        if round == 1 or not self.config.selection.label_guard:
+            return self._selector.select(**arguments)
+        # The guard looks at the rows that would be trained on: measuring the whole supply would cost a round.
+        first = self._selector.select(**arguments, row_losses={})
+        losses = await self._row_losses(round, first.rows)
+        return self._selector.select(**arguments, row_losses=losses)
+
+    async def _row_losses(self, round: int, rows: Sequence[SelectedRow]) -> dict[str, float]:
+        """The present weights' loss (nats, summed over the trained tokens) of each distinct row."""
+        client = await self.client(round)
+        losses: dict[str, float] = {}
+        distinct = list({chosen.row.id: chosen.row for chosen in rows}.values())
+        for start in range(0, len(distinct), 64):
+            part = distinct[start : start + 64]
+            groups = [[example.datum for example in self.prepared.loader.render(row)] for row in part]
+            data = [datum for group in groups for datum in group]
+            output = await self._wait(client.forward(data, "cross_entropy"), "the losses of the chosen rows")
+            position = 0
+            for row, group in zip(part, groups, strict=True):
+                outputs = output.loss_fn_outputs[position : position + len(group)]
+                losses[row.id] = tinker_backend.trained_nll(group, outputs)[0]
+                position += len(group)
+        return losses
+
+    def _batches(self, round: int) -> list[list[data_loader.Row]]:
+        """The rows of every step of a round whose selection is written."""
+        chosen = self.folder.load_selection(round) or []
+        missing = [row["id"] for row in chosen if row["id"] not in self._rows]
+        if missing:
+            raise CheckpointError(
+                f"{self.folder.selection_path(round)}: rows {missing[:3]} are in no data file any more; put the files "
+                "back as they were, or start a new run"
+            )
+        rows = [self._rows[row["id"]] for row in chosen]
+        return [
+            data_loader.batch_rows(
+                rows, batch_size=self.config.batch_size, seed=self.config.seed, round=round, step_in_round=number
+            )
+            for number in range(self.config.steps_per_round)
+        ]
+
+    async def train(self, round: int) -> None:
+        """Train the steps of the round, one batch submitted ahead; save a state every `save_every` steps."""
+        if self.folder.is_done(round, "train"):
+            return
+        batches = self._batches(round)
+        if not batches or not batches[0]:
+            raise TrainingError(f"round {round} has no steps to train")
+        client = await self.client(round)
+        within = self.folder.latest_checkpoint(round=round)
+        done = within.batch or 0 if within else 0
+        self.folder.start_phase(round, "train", step=self._first_step(round) + done)
+        again = self.log.supersede_after(self._first_step(round) + done)
+        if again:
+            self.log.say(f"round {round}: steps after {self._first_step(round) + done} are done again")
+        pipeline = StepPipeline(client, self.prepared.loader, self.log, round, first_step=self._first_step(round))
+        with self.log.progress(len(batches), f"round {round}") as bar:
+            if done:
+                bar.advance(done)
+            for number in range(done, len(batches)):
+                await pipeline.submit(number, batches[number], self._scheduled_rate(round, number), bar)
+                last = number + 1 == len(batches)
+                if self.stop.is_set() or (number + 1) % self.config.save_every == 0 or last:
+                    await pipeline.drain(bar)
+                    if not last:
+                        await self._save_mid_round(client, round, number + 1)
+                        self.check_stop()
+        # The weights of a finished round are only safe once the checkpoint phase saved them: both are one phase to a
+        # resume, so "train" is marked done together with it.
+
+    def _scheduled_rate(self, round: int, number: int) -> float:
+        return hyperparam_utils.get_lr_with_warmup(
+            self._first_step(round) + number,
+            self.learning_rate(round),
+            self.folder.load_state()["hparams"]["warmup_steps"],
+            self.config.max_steps,
+            self.config.min_lr,
+        )
+
+    async def _save_mid_round(self, client: tinker.TrainingClient, round: int, done: int) -> None:
+        step = self._first_step(round) + done
+        name = f"round_{round:02d}_step_{step:06d}"
+        saved = await self._wait(
+            client.save_state(name, ttl_seconds=MID_ROUND_TTL_S, overwrite=True), f"the state after step {step}"
+        )
+        self.folder.add_checkpoint(name, batch=done, round=round, step=step, state_path=saved.path, kind="state")
+        self.folder.update_state(step=step)
+
+    async def checkpoint(self, round: int) -> None:
+        """Save the round's state (weights and optimizer) and its weights for sampling."""
+        if self.folder.is_done(round, "checkpoint"):
+            return
+        self.folder.start_phase(round, "checkpoint")
+        client = await self.client(round)
+        step = self._first_step(round + 1)
+        if self.folder.checkpoint_of_round(round) is None:
+            name = f"round_{round:02d}"
+            state = await self._wait(client.save_state(name, overwrite=True), f"the state of round {round}")
+            weights = await self._wait(client.save_weights_for_sampler(name), f"the weights of round {round}")
+            self.folder.add_checkpoint(
+                name,
+                batch=self.config.steps_per_round,
+                round=round,
+                step=step,
+                state_path=state.path,
+                sampler_path=weights.path,
+            )
+            self.log.event("checkpoint", round=round, step=step, state_path=state.path, sampler_path=weights.path)
+        self._done(round, "train", step=step)
+        self._done(round, "checkpoint", step=step, adapter_path=self._round_checkpoint(round).sampler_path)
+
+    def _round_checkpoint(self, round: int) -> Checkpoint:
+        checkpoint = self.folder.checkpoint_of_round(round)
+        if checkpoint is None:
+            raise CheckpointError(f"{self.folder.checkpoints_path}: the checkpoint of round {round} is missing")
+        return checkpoint
+
+    async def evaluate(self, round: int) -> None:
+        """Measure the round's checkpoint; answered samples of an interrupted attempt are not asked again."""
+        if self.folder.is_done(round, "evaluate"):
+            return
+        self.folder.start_phase(round, "evaluate")
+        path = self._round_checkpoint(round).sampler_path
+        figures = await self._evaluate(round, path, f"round {round}")
+        batches = self._batches(round)
+        self.folder.save_round_result(
+            round,
+            {
+                **figures,
+                "checkpoint": path,
+                "learning_rate": self.learning_rate(round),
+                "steps": len(batches),
+                "rows": len({row.id for step in batches for row in step}),
+            },
+        )
+        lowest = min(row["nll"] for row in self.results() if row["nll"] is not None)
+        self._done(round, "evaluate", best_val=lowest)
+        tell_score(self.result(round), self.config.evaluation.max_tokens, self.log)
+
+    async def _evaluate(self, round: int, model_path: str | None, name: str) -> dict[str, Any]:
+        """Ask the checkpoint (None: the base model) the evaluation and measure the targets' likelihood."""
+        result = await self._unless_stopped(
+            ask_checkpoint(
+                self.prepared, self.folder, self.backend, self.log, round=round, model_path=model_path, name=name
+            )
+        )
+        data, left_out = preparation.target_examples(self.prepared, result.samples)
+        if left_out:
+            self.log.warn(
+                f"{name}: the likelihood leaves out {len(left_out)} targets: {left_out[0]['reason']}", round=round
+            )
+        nll = None
+        if data:
+            nll = await self._unless_stopped(tinker_backend.mean_nll(await self.client(round), data))
+        tokens = run_summary.token_counts(
+            trained=self._trained_tokens(round) if round else 0,
+            likelihood=sum(datum.model_input.length for datum in data),
+            samples=result.samples,
+        )
+        figures = run_summary.measured(result, nll)
+        self.log.event("evaluation", round=round, step=self._first_step(round + 1), **figures, logs=result.log_paths)
+        cost = run_summary.money(tokens, self.config.prices.get(self.config.base_model))
+        return {**figures, "tokens": tokens, "cost": cost}
+
+    def _trained_tokens(self, round: int) -> int:
+        return sum(
+            example.n_tokens
+            for step in self._batches(round)
+            for row in step
+            for example in self.prepared.loader.render(row)
+        )
+
+    def submit(self, round: int) -> None:
+        """Send the round's result to EvalOps when the run is set up for it; a failure is kept for later, and told."""
+        if self.folder.is_done(round, "submit"):
+            return
+        config = self.config
+        if config.evalops_enabled and config.evalops_test_suite_id:
+            self.folder.start_phase(round, "submit")
+            result = self.result(round)
+            figures = ("score", "lenient_score", "ci_low", "ci_high", "n", "errors", "truncated", "nll")
+            payload = evalops_client.training_results_payload(
+                config.evalops_test_suite_id,
+                round,
+                result["checkpoint"] or config.base_model,
+                {key: result[key] for key in figures},
+                {"run_id": self.folder.run_id, "base_model": config.base_model, "threshold": config.eval_threshold},
+            )
+            client = evalops_client.EvalOpsClient(config.evalops_api_url)
+            sent = evalops_client.submit_or_keep(
+                client, payload, self.folder.outbox_path, idempotency_key=f"{self.folder.run_id}-round-{round}"
+            )
+            if sent.error:
+                self.log.warn(f"EvalOps did not take round {round}: {sent.error}", round=round)
+            self.log.event("evalops", round=round, step=self._first_step(round + 1), sent=sent.error is None)
+        self._done(round, "submit")
+
+    def decide(self, round: int) -> None:
+        """Decide what comes next, and write the decision down with its reason."""
+        if self.folder.is_done(round, "decide"):
+            return
+        self.folder.start_phase(round, "decide")
+        rows = self.results()
+        tokens = run_summary.add_tokens(row["tokens"] for row in rows)
+        price = self.config.prices.get(self.config.base_model)
+        spent = self.wall_seconds()
+        decision = round_decision.decide(
+            [run_opening.round_record(self.folder, row) for row in rows],
+            self.config,
+            learning_rate=self.learning_rate(round) if round else self.prepared.learning_rate,
+            tokens_spent=sum(tokens.values()),
+            seconds_spent=spent,
+            money_spent=run_summary.money(tokens, price),
+            **(
+                {"next_tokens": sum(rows[-1]["tokens"].values()), "next_money": rows[-1]["cost"] or 0.0}
+                if round
+                else {}
+            ),
+            next_seconds=spent - self.result(round - 1)["wall_s"] if round else 0.0,
+        )
+        fields = {
+            "wall_s": spent,
+            "decision": decision.status,
+            "action": decision.action,
+            "reason": decision.reason,
+            "best_round": decision.best_round,
+            "next_lr": decision.next_lr,
+            "rollback_to": decision.rollback_to,
+        }
+        self.log.event("decision", round=round, step=self._first_step(round + 1), **fields)
+        self.folder.save_round_result(round, fields)
+        if decision.rollback_to is not None:
+            self._client = None
+        self._done(round, "decide")
+        self.log.say(f"decision: {decision.reason}")
+
+    def finish(self) -> dict[str, Any]:
+        """Name the best checkpoint, write the summary and the report, and say where everything is."""
+        import report
+
+        last = self.results()[-1]
+        self.folder.start_phase(last["round"], "finish")
+        met = last["decision"] == "target_met"
+        best = self.folder.checkpoint_of_round(last["best_round"]) if last["best_round"] else None
+        unsent = self._send_outbox()
+        notes: dict[str, Any] = {"model": self.config.base_model, "evalops_unsent": unsent}
+        if self.prepared.on_training_data:
+            notes["scores_are"] = "on training data"
+        summary = run_summary.build_summary(
+            run_id=self.folder.run_id,
+            status="completed",
+            exit_code=EXIT_TARGET_MET if met else EXIT_TARGET_MISSED,
+            reason=last["reason"],
+            rounds=self.results(),
+            best_round=last["best_round"],
+            threshold=self.config.eval_threshold,
+            final_checkpoint=best.sampler_path if best else None,
+            final_state=best.state_path if best else None,
+            price=self.config.prices.get(self.config.base_model),
+            wall_s=self.wall_seconds(),
+            notes=notes,
+        )
+        self.folder.write_summary(summary)
+        try:
+            report.write_report(self.folder.run_dir)
+        except EvalLoopError as err:
+            self.log.warn(f"the report could not be written: {err}")
+        self.log.event("finish", round=last["round"], exit_code=summary["exit_code"], best_round=last["best_round"])
+        self._done(last["round"], "finish", status="completed", adapter_path=summary["final_checkpoint"])
+        return summary
+
+    # Helpers
+
+    def _send_outbox(self) -> int:
+        """Try once more what EvalOps did not take; returns how many submissions are still unsent."""
+        unsent = evalops_client.unsent(self.folder.outbox_path)
+        if not unsent or not self.config.evalops_enabled:
+            return len(unsent)
+        client = evalops_client.EvalOpsClient(self.config.evalops_api_url, attempts=1)
+        return evalops_client.flush(self.folder.outbox_path, client).left
+
+    async def _wait(self, future: Any, what: str) -> Any:
+        return await tinker_backend.wait_for(future, what, note=self.log.say)
