@@ -14,6 +14,7 @@ Losses are sums over tokens. The same seed and requests give the same bits, the 
 from __future__ import annotations
 
 import math
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,9 @@ LORA_ALPHA = 32
 # Memory that one training pass may take for activations, and the cache of one sampling batch for keys and values.
 ACTIVATION_BYTES = 1_500_000_000
 CACHE_BYTES = 2_000_000_000
+# Sequences shorter than this are laid side by side in one row of at most so many tokens: padding would cost more than
+# the wider attention does.
+PACKED_TOKENS = 512
 # Floats of logits that are held at once.
 LOGITS_CHUNK = 32_000_000
 SAMPLERS_KEPT = 6
@@ -84,6 +88,7 @@ class LocalModel:
         self._lora_layers: list[Any] = []
         self._after_change()
         self._check_head()
+        self.packs_sequences = self._can_pack()
 
     def _tokens_that_fit(self, config: Any) -> int:
         # Per token and layer: a dozen states of the model's width and five of the feed-forward's are kept for backward.
@@ -102,6 +107,30 @@ class LocalModel:
                 f"{self.folder}: models of type {self._causal.config.model_type!r} compute their logits in a way that "
                 "this engine does not know; choose a model of another family (Llama, Qwen, Mistral, SmolLM)"
             )
+
+    def _can_pack(self) -> bool:
+        """Whether sequences laid side by side in one row give what each gives alone: not every architecture takes a
+        mask and positions from outside."""
+        generator = np.random.default_rng(0)
+        alone = [generator.integers(0, self.vocabulary, length) for length in (5, 9)]
+        with torch.inference_mode():
+            try:
+                packed = self._pack(alone)
+            except (ValueError, TypeError, RuntimeError, NotImplementedError):
+                return False
+            apart = torch.cat(
+                [self.hidden_states(torch.from_numpy(tokens)[None].to(self.device))[0] for tokens in alone]
+            )
+        return packed.shape == apart.shape and torch.allclose(packed, apart, atol=1e-4, rtol=1e-4)
+
+    def _pack(self, sequences: Sequence[np.ndarray]) -> torch.Tensor:
+        """Hidden states (all tokens, width) of sequences that share one row and do not see each other."""
+        lengths = [len(tokens) for tokens in sequences]
+        tokens = torch.from_numpy(np.concatenate(sequences)).to(self.device)[None]
+        positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(self.device)[None]
+        owner = torch.repeat_interleave(torch.tensor(lengths)).to(self.device)
+        mask = ((owner[:, None] == owner[None]) & (positions[0][:, None] >= positions))[None, None]
+        return self.hidden_states(tokens, position_ids=positions, attention_mask=mask)[0]
 
     def hidden_states(self, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
         """Last hidden states (rows, tokens, width) of int64 `tokens` (rows, tokens) under the active adapter."""
@@ -186,7 +215,10 @@ class LocalModel:
 
     def drop_adapter(self, adapter: Adapter) -> None:
         """Free an adapter's memory."""
-        self._peft.delete_adapter(adapter.name)
+        with warnings.catch_warnings():
+            # peft speaks of its own active adapter, which this engine sets layer by layer.
+            warnings.filterwarnings("ignore", message=r"Adapter \S+ was active which is now deleted")
+            self._peft.delete_adapter(adapter.name)
         del self._adapters[adapter.name]
         self._after_change()
 
@@ -213,7 +245,7 @@ class LocalModel:
         loss_fn = LOSSES[batch.loss_fn]
         for width in sorted({datum.targets.shape[1] for datum in batch.data}):
             indices = [index for index, datum in enumerate(batch.data) if datum.targets.shape[1] == width]
-            for part in split_by_tokens(indices, lambda index: len(batch.data[index].tokens), self.prefill_tokens):
+            for part in self._parts(indices, [len(datum.tokens) for datum in batch.data]):
                 if self.should_stop():
                     raise RuntimeError("the engine is stopping")
                 data = [batch.data[index] for index in part]
@@ -221,6 +253,18 @@ class LocalModel:
                     logprobs[index], loss = values
                     total += loss
         return logprobs, {"loss:sum": total}
+
+    def _parts(self, indices: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+        """`indices` in groups that one pass takes: packed into a row, or padded where the model cannot do that."""
+        if not self.packs_sequences:
+            return split_by_tokens(indices, lengths.__getitem__, self.prefill_tokens)
+        parts: list[list[int]] = []
+        for index in indices:
+            if parts and sum(lengths[other] for other in parts[-1]) + lengths[index] <= PACKED_TOKENS:
+                parts[-1].append(index)
+            else:
+                parts.append([index])
+        return parts
 
     def _check_datum(self, datum: TrainingDatum, where: str) -> None:
         if len(datum.tokens) > self.max_context:
@@ -239,11 +283,7 @@ class LocalModel:
         self, data: Sequence[TrainingDatum], batch: TrainingBatch, loss_fn: LossFunction
     ) -> list[tuple[np.ndarray, float]]:
         """One pass over a few sequences with as many targets a position: per datum its logprobs and loss."""
-        longest = max(len(datum.tokens) for datum in data)
-        tokens = np.zeros((len(data), longest), np.int64)
-        for index, datum in enumerate(data):
-            tokens[index, : len(datum.tokens)] = datum.tokens
-        row = np.concatenate([index * longest + np.arange(len(datum.tokens)) for index, datum in enumerate(data)])
+        row = self._rows_of(data)
         target = torch.from_numpy(np.concatenate([datum.targets for datum in data])).to(self.device)
         tensors = {
             name: torch.from_numpy(np.concatenate([datum.inputs[name] for datum in data])).to(self.device)
@@ -253,8 +293,7 @@ class LocalModel:
         if not batch.forward_only:
             needs_gradient = has_gradient(batch.loss_fn, tensors).cpu().numpy()
         with torch.set_grad_enabled(bool(needs_gradient.any())):
-            # Padding stands to the right, where causal attention keeps it out of sight: no mask is needed.
-            hidden = self.hidden_states(torch.from_numpy(tokens).to(self.device)).flatten(0, 1)
+            hidden = self._hidden_rows(data)
         # The output layer is the widest one: it sees only rows that are scored, and those without gradient only once.
         leaf = hidden.detach().requires_grad_(hidden.requires_grad)
         logprobs = torch.zeros(target.shape, device=self.device)
@@ -276,6 +315,25 @@ class LocalModel:
         if leaf.grad is not None:
             hidden.backward(leaf.grad)
         return _split_results(data, logprobs.cpu().numpy(), losses.cpu().numpy())
+
+    def _hidden_rows(self, data: Sequence[TrainingDatum]) -> torch.Tensor:
+        """Hidden states (rows, width) of the sequences' tokens; `_rows_of` says which row is which token's."""
+        sequences = [np.asarray(datum.tokens, np.int64) for datum in data]
+        if self.packs_sequences and len(data) > 1:
+            return self._pack(sequences)
+        # Padding stands to the right, where causal attention keeps it out of sight: no mask is needed.
+        tokens = np.zeros((len(data), max(map(len, sequences))), np.int64)
+        for index, sequence in enumerate(sequences):
+            tokens[index, : len(sequence)] = sequence
+        return self.hidden_states(torch.from_numpy(tokens).to(self.device)).flatten(0, 1)
+
+    def _rows_of(self, data: Sequence[TrainingDatum]) -> np.ndarray:
+        """The row of `_hidden_rows` that holds each token, the sequences' tokens one after the other."""
+        lengths = [len(datum.tokens) for datum in data]
+        if self.packs_sequences and len(data) > 1:
+            return np.arange(sum(lengths))
+        longest = max(lengths)
+        return np.concatenate([index * longest + np.arange(length) for index, length in enumerate(lengths)])
 
     def optim_step(self, adapter: Adapter, params: Mapping[str, Any]) -> dict[str, float]:
         """One AdamW step with the gradients added up since the last one (none counts as zero), which are then cleared.

@@ -70,7 +70,10 @@ def prepare(config: TrainingConfig, backend: Backend) -> Prepared:
 
     served = backend.check_model(config.base_model)
     if served.stand_in:
-        lines.append(f"model: {served.name}, for which the local engine serves its small stand-in {served.stand_in}")
+        lines.append(
+            f"model: {served.name}, for which the local engine serves its own small stand-in: good for testing a loop, "
+            "not for judging the model"
+        )
     else:
         lines.append(f"model: {served.name}")
 

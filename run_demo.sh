@@ -4,6 +4,7 @@
 #   ./run_demo.sh                 no key: the local engine really trains SmolLM2-135M on this machine
 #   TINKER_API_KEY=... ./run_demo.sh   the hosted service trains Qwen/Qwen3-8B (or the server at TINKER_BASE_URL)
 #   ./run_demo.sh --resume        continue the newest run; every argument goes on to trainer_with_eval.py
+#   DEMO_PYTHON=python ./run_demo.sh   use an environment that is already set up
 set -euo pipefail
 
 # Paths in the arguments count from where the user stands, so the script does not change folder.
@@ -12,7 +13,9 @@ venv="$here/.venv"
 python="$venv/bin/python"
 
 wanted=$(cksum < "$here/requirements.txt")
-if [[ ! -x "$python" || "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]]; then
+if [[ -n "${DEMO_PYTHON:-}" ]]; then
+    python=$DEMO_PYTHON
+elif [[ ! -x "$python" || "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]]; then
     echo "Installing into $venv (once; a few minutes)"
     "${PYTHON:-python3}" -m venv "$venv"
     "$python" -m pip install --quiet --disable-pip-version-check -r "$here/requirements.txt"

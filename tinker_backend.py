@@ -49,6 +49,8 @@ HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 EMBEDDED_KEY = "tml-local-engine"
 CONNECT_LIMIT_S = 10.0
 WAIT_LIMIT_S = 3600.0
+# Our own engine may have to convert a base model before it can name its tokenizer.
+ENGINE_INFO_LIMIT_S = 300.0
 WAIT_NOTE_S = 60.0
 
 
@@ -92,14 +94,14 @@ class Backend:
         place = {"embedded": "local engine inside this process", "server": "server at", "hosted": "hosted service at"}
         return place[self.kind] if self.kind == "embedded" else f"{place[self.kind]} {self.base_url}"
 
-    def _get(self, path: str, **params: str) -> Any:
-        """GET `path` with a short limit; raises as `wait_for` does. Returns the `requests.Response`."""
+    def _get(self, path: str, limit_s: float = CONNECT_LIMIT_S, **params: str) -> Any:
+        """GET `path` within `limit_s` seconds; raises as `wait_for` does. Returns the `requests.Response`."""
         import requests
 
         url = f"{self.base_url}/api/v1/{path}"
         try:
             response = requests.get(
-                url, params=params, headers={"X-API-Key": self.api_key}, timeout=(CONNECT_LIMIT_S / 2, CONNECT_LIMIT_S)
+                url, params=params, headers={"X-API-Key": self.api_key}, timeout=(CONNECT_LIMIT_S / 2, limit_s)
             )
         except requests.RequestException as err:
             raise ServiceUnavailableError(
@@ -147,7 +149,7 @@ class Backend:
 
     def _engine_info(self, model: str) -> dict[str, Any] | None:
         """What our own engine says of `model`, with its tokenizer's files; None when the server is another one."""
-        response = self._get("tokenizer_files", model=model)
+        response = self._get("tokenizer_files", ENGINE_INFO_LIMIT_S, model=model)
         if response.status_code in (400, 422):
             raise ConfigurationError(f"base_model: {_detail(response)}")
         if response.status_code != 200:

@@ -12,7 +12,7 @@ import pytest
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 LABELS = ("billing", "refund", "login", "security", "bug", "feature")
-INSTRUCTION = f"Pick one label ({', '.join(LABELS)}) for this ticket:\n"
+INSTRUCTION = f"Label the ticket: {', '.join(LABELS[:-1])} or {LABELS[-1]}."
 PER_LABEL = {"train": 42, "eval": 14, "test": 14, "pool": 26}
 MAX_TRIGRAM_CONTAINMENT = 0.5
 MAX_COSINE = 0.8
@@ -25,8 +25,8 @@ def read_jsonl(name: str) -> list[dict]:
 
 
 def ticket_of(row: dict) -> str:
-    """The ticket's own text, without the instruction that all prompts share."""
-    return row["messages"][0]["content"].removeprefix(INSTRUCTION)
+    """The ticket's own text, without the instruction that all rows share."""
+    return row["messages"][1]["content"]
 
 
 def word_trigrams(text: str) -> set[tuple[str, ...]]:
@@ -76,9 +76,10 @@ def test_each_file_is_balanced_over_the_six_labels(tickets, part):
 def test_rows_have_one_prompt_naming_the_labels_and_one_label_as_answer(tickets, part):
     for row in tickets[part]:
         assert set(row) == {"id", "messages", "category"}
-        user, assistant = row["messages"]
-        assert (user["role"], assistant["role"]) == ("user", "assistant")
-        assert user["content"].startswith(INSTRUCTION), row["id"]
+        system, user, assistant = row["messages"]
+        assert [turn["role"] for turn in (system, user, assistant)] == ["system", "user", "assistant"]
+        assert system["content"] == INSTRUCTION, row["id"]
+        assert user["content"], row["id"]
         assert assistant["content"] == row["category"], row["id"]
         assert row["category"] in LABELS
         ticket = ticket_of(row)

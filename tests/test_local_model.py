@@ -398,3 +398,29 @@ def test_samplers_in_memory_are_bounded(save: Any) -> None:
     assert len(model._samplers) == SAMPLERS_KEPT
     again = model.sample(outputs[0], [request])[0].sequences[0]
     assert (again.tokens, again.logprobs) == (first.tokens, first.logprobs)
+
+
+def test_sequences_side_by_side_do_not_see_each_other(model: LocalModel) -> None:
+    assert model.packs_sequences
+    generator = np.random.default_rng(5)
+    sequences = [generator.integers(0, model.vocabulary, length) for length in (3, 17, 8, 30)]
+    with torch.no_grad():
+        packed = model._pack(sequences)
+        alone = torch.cat([model.hidden_states(torch.from_numpy(tokens)[None])[0] for tokens in sequences])
+        as_one = model.hidden_states(torch.from_numpy(np.concatenate(sequences))[None])[0]
+    assert torch.allclose(packed, alone, atol=1e-4)
+    assert not torch.allclose(packed, as_one, atol=1e-2)
+
+
+def test_a_model_that_cannot_pack_pads_and_gives_the_same(model: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = {}
+    for packs in (True, False):
+        monkeypatch.setattr(model, "packs_sequences", packs)
+        adapter = model.create_adapter(SPEC)
+        logprobs, metrics = model.forward_backward(adapter, make_batch(4, 40, 12, 200, 190, 180))
+        results[packs] = (np.concatenate(logprobs), metrics["loss:sum"], gradients_of(adapter))
+        model.drop_adapter(adapter)
+    np.testing.assert_allclose(results[True][0], results[False][0], atol=1e-4)
+    assert results[True][1] == pytest.approx(results[False][1], rel=1e-5)
+    for key, gradient in results[True][2].items():
+        torch.testing.assert_close(gradient, results[False][2][key], atol=1e-3, rtol=1e-3)
