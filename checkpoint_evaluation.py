@@ -42,6 +42,7 @@ async def ask_checkpoint(
         max_tokens=settings.max_tokens,
         temperature=settings.temperature,
         seed=prepared.config.seed,
+        watch=tinker_backend.Watch(is_alive=backend.is_alive),
     )
     known = folder.load_samples(round)
     answered = sum(sample.error is None for sample in known)
@@ -87,6 +88,8 @@ def tell_score(row: Mapping[str, Any], max_tokens: int, log: StructuredLogger) -
         parts.append(f"{row['nll']:.3f} nats per target token")
     if row["errors"]:
         parts.append(f"{row['errors']} failed")
+    if row["ungraded"]:
+        parts.append(f"{row['ungraded']} without a grade, counted as not correct")
     if row["truncated"] > TRUNCATED_WARNING:
         parts.append(f"{row['truncated']:.0%} of the replies cut at {max_tokens} tokens")
     interval = "" if row["ci_low"] is None else f" [{row['ci_low']:.3f}, {row['ci_high']:.3f}]"
@@ -94,4 +97,4 @@ def tell_score(row: Mapping[str, Any], max_tokens: int, log: StructuredLogger) -
     log.say(f"{name}: validation score {row['score']:.3f}{interval} ({', '.join(parts)})")
     weak = [(label, part) for label, part in row["categories"].items() if part["score"] < 1][:3]
     if weak:
-        log.say("  weakest: " + ", ".join(f"{label} {part['score']:.2f} of {part['n']}" for label, part in weak))
+        log.say("  weakest: " + ", ".join(f"{label} {part['score']:.2f} (n = {part['n']})" for label, part in weak))

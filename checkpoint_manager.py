@@ -22,7 +22,7 @@ from typing import Any
 import durable_files
 from checkpoint_record import KINDS, Checkpoint, check_training_path
 from durable_files import storage_errors
-from error_handling import CheckpointError, ConfigurationError, RunLockedError, RunNotFoundError
+from error_handling import CheckpointError, ConfigurationError, DataError, RunLockedError, RunNotFoundError
 from evaluation import SampleResult
 from logger import redact, redact_values, utc_now
 from run_folders import find_latest_run, list_runs, new_run_id, resolve_run
@@ -390,6 +390,16 @@ class CheckpointManager:
         path = self.run_dir / "state.json"
         self._state = durable_files.read_json(path)
         _known(self._state.get("status"), STATUSES, f"status in {path}")
+        kinds: dict[str, Any] = {
+            "hparams": dict,
+            "completed": dict,
+            "rounds": list,
+            "resume_history": list,
+            "wall_s": (int, float),
+        }
+        for name, kind in kinds.items():
+            if name in self._state and not isinstance(self._state[name], kind):
+                raise DataError(f"{path}: damaged, {name} is {self._state[name]!r}; restore it from a copy")
 
     def _write_state(self, state: Mapping[str, Any]) -> None:
         self._need_lock()

@@ -83,14 +83,14 @@ def _schedule(config: TrainingConfig) -> Iterator[Contradiction]:
             if config.use_recommended_lr
             else config.learning_rate
         )
-    except ConfigurationError as err:
-        yield _fault("use_recommended_lr", rests_on=("base_model",), message=str(err))
-    else:
-        if config.min_lr > peak:
-            name = "the recommended learning rate" if config.use_recommended_lr else "learning_rate"
-            message = f"{config.min_lr:g} is above {name} {peak:g}; lower min_lr (0 is allowed)"
-            source = "base_model" if config.use_recommended_lr else "learning_rate"
-            yield _fault("min_lr", rests_on=(source, "use_recommended_lr"), message=message)
+    except ConfigurationError:
+        # Told once the service has said whether it knows the model at all: that may be the real fault.
+        peak = None
+    if peak is not None and config.min_lr > peak:
+        name = "the recommended learning rate" if config.use_recommended_lr else "learning_rate"
+        message = f"{config.min_lr:g} is above {name} {peak:g}; lower min_lr (0 is allowed)"
+        source = "base_model" if config.use_recommended_lr else "learning_rate"
+        yield _fault("min_lr", rests_on=(source, "use_recommended_lr"), message=message)
     planned, warmup = config.planned_steps, config.resolved_warmup_steps
     keys = ("warmup_steps", "steps_per_round", "max_rounds", "max_steps")
     if config.warmup_steps is not None and warmup >= planned:

@@ -120,7 +120,7 @@ class DataSelector:
     ) -> Selection:
         """The rows of `round` (from 1). `count` is the number of rows the round's steps take; `seen` how often each
         row id was trained on so far; `samples` the newest evaluation (not used in round 1); `row_losses` the loss of
-        each row's target in nats, without which the label guard cannot work."""
+        each row's target in nats per trained token, without which the label guard cannot work."""
         if count < 1:
             raise DataError(f"a round needs at least one row, asked for {count}")
         notes: list[str] = []
@@ -277,9 +277,9 @@ class DataSelector:
             notes.append("label guard not applied: the evaluation's targets are no closed set of labels")
             return ()
         guarded = suspect_labels(self._rows, allowed, self._index, samples, row_losses)
-        unmeasured = sum(self._rows[index].id not in row_losses for index in allowed)
-        unknown = f"; {unmeasured} rows have no measured loss" if unmeasured else ""
-        notes.append(f"label guard: {len(guarded)} of {len(allowed)} rows set aside{unknown}")
+        measured = sum(self._rows[index].id in row_losses for index in allowed)
+        listed = ": " + ", ".join(first_ten(aside.row.where for aside in guarded)) if guarded else ""
+        notes.append(f"label guard: {len(guarded)} of the {measured} rows measured are set aside{listed}")
         return guarded
 
 

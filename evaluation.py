@@ -146,7 +146,8 @@ def settled_samples(done: Iterable[SampleResult]) -> dict[tuple[str, str, int], 
 
 
 def refuse_failures(samples: Sequence[SampleResult], max_errors: float) -> None:
-    """Raise `EvaluationError` when more than `max_errors` (a share in [0, 1]) of any task's samples failed."""
+    """Raise `EvaluationError` when more than `max_errors` (a share in [0, 1]) of any task's samples failed, or none of
+    those that did not fail got a grade."""
     by_task: dict[str, list[SampleResult]] = {}
     for sample in samples:
         by_task.setdefault(sample.task, []).append(sample)
@@ -157,6 +158,11 @@ def refuse_failures(samples: Sequence[SampleResult], max_errors: float) -> None:
             raise EvaluationError(
                 f"{len(failed)} of {len(of_task)} samples of {task} failed, more than evaluation.max_errors="
                 f"{max_errors:g} allows, so there is no score. The first, sample {failed[0].id}: {failed[0].error}"
+            )
+        if all(sample.grade_missing or sample.error for sample in of_task):
+            raise EvaluationError(
+                f"the scorer of {task} gave none of its {len(of_task)} samples a grade between 0 and 1, so there is no "
+                "score; look at the scorer"
             )
 
 

@@ -8,6 +8,7 @@ set; each of these would end in a score for something else than was asked for.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import difflib
 import importlib.util
@@ -147,6 +148,7 @@ def _build(spec: TaskSpec) -> list[Any]:
     if not path.is_file():
         raise ConfigurationError(f"evaluation task {spec.task!r}: there is no file {path}")
     with _explained(spec):
+        ast.parse(path.read_bytes(), filename=str(path))  # a syntax error would read as "no task"
         offered = [name for name, _ in parse_decorators(path, "task")]
         if offered:
             load_file_tasks(path)
@@ -214,7 +216,7 @@ def _explained(spec: TaskSpec) -> Iterator[None]:
         yield
     except EvalLoopError:
         raise
-    except Exception as err:
+    except (Exception, SystemExit) as err:
         args = f" with {json.dumps(dict(spec.args), default=str)}" if spec.args else ""
         raise ConfigurationError(
             f"evaluation task {spec.task!r}{args} could not be built: {type(err).__name__}: {err}"

@@ -1,9 +1,10 @@
 """Training rows whose label is probably wrong, and by which evidence.
 
 A row is set aside when its label's loss is above 1.5 nats **and** most of its 10 nearest rows are labelled otherwise,
-and only if the model already knows the class (recall of at least 0.5 in the evaluation): a class it does not know yet
-has high losses everywhere, and the rule would throw away nearly half of its good rows. Rows are listed for a person,
-never deleted.
+and only if the model already knows the class: in the evaluation it finds at least half of the class's samples (recall),
+and at least half of what it puts there belongs there (precision). A class it does not know yet has high losses
+everywhere, and the rule would throw away nearly half of its good rows; a class it gives nearly every sample has a full
+recall and is not known either. Rows are listed for a person, never deleted.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from overlap import TextIndex, question_text
 from row_files import Row
 
 MIN_RECALL = 0.5
-MIN_LOSS = 1.5  # nats
+MIN_PRECISION = 0.5
+MIN_LOSS = 1.5  # nats per trained token
 NEIGHBOURS = 10
 
 
 @dataclass(frozen=True)
 class SetAside:
-    """A row the label guard keeps out. `loss` in nats; `disagreeing` of its `neighbours` have another label."""
+    """A row the label guard keeps out. `loss` is in nats per trained token; `disagreeing` of its `neighbours` have
+    another label."""
 
     row: Row
     loss: float
@@ -56,7 +59,12 @@ def suspect_labels(
     import numpy as np
 
     labels = set().union(*labels_by_task(samples).values())
-    known = {label for label, recall in recall_by_label(samples).items() if recall >= MIN_RECALL}
+    precision = precision_by_label(samples)
+    known = {
+        label
+        for label, recall in recall_by_label(samples).items()
+        if recall >= MIN_RECALL and precision.get(label, 0.0) >= MIN_PRECISION
+    }
     label_of = {at: label for at in allowed if (label := normalise(rows[at].target)) in labels}
     among = np.zeros(len(rows), dtype=bool)
     among[list(label_of)] = True
@@ -89,3 +97,12 @@ def recall_by_label(samples: Sequence[SampleResult]) -> dict[str, float]:
         if sample.error is None and not sample.grade_missing:
             scores.setdefault(normalise(sample.target), []).append(sample.score)
     return {label: sum(values) / len(values) for label, values in scores.items()}
+
+
+def precision_by_label(samples: Sequence[SampleResult]) -> dict[str, float]:
+    """Share of the replies with a label that are right, by normalised label; labels never replied are absent."""
+    right: dict[str, list[bool]] = {}
+    for sample in samples:
+        if sample.error is None and not sample.grade_missing:
+            right.setdefault(normalise(sample.output), []).append(normalise(sample.target) == normalise(sample.output))
+    return {label: sum(values) / len(values) for label, values in right.items()}

@@ -286,7 +286,7 @@ class LocalEngine:
             logger.info("loaded %s from %s in %.1f s", name, base.folder, time.monotonic() - started)
         if base.stand_in and name not in self._announced:
             self._announced.add(name)
-            logger.warning("%s is served by the small stand-in model in %s", name, base.folder)
+            logger.info("%s is served by the small stand-in model in %s", name, base.folder)
         return self._loaded[key]
 
     def _run(self, model_id: str) -> TrainingRun:

@@ -167,7 +167,12 @@ class StructuredLogger:
         table = Table(title="Validation score by round", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
         for heading in ROUND_COLUMNS:
             is_text = heading in {"round", "decision"}
-            table.add_column(heading, justify="left" if is_text else "right", no_wrap=heading != "decision")
+            table.add_column(
+                heading,
+                justify="left" if is_text else "right",
+                no_wrap=heading != "decision",
+                overflow="fold",
+            )
         for row in rounds:
             table.add_row(*(Text(_clean(cell)) for cell in round_cells(row)))
         self._rich().print(table)

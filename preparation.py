@@ -45,6 +45,7 @@ class Prepared:
     n_samples: int
     labels: tuple[str, ...]
     learning_rate: float
+    warmup_steps: int
     on_training_data: bool
     lines: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -57,9 +58,10 @@ class Prepared:
         return {name: loaded.digest for name, loaded in files.items() if loaded is not None}
 
 
-def prepare(config: TrainingConfig, backend: Backend) -> Prepared:
+def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | None = None) -> Prepared:
     """Check `config` against its files and the connected service; see `Prepared`.
 
+    `warmup_steps` is what a resumed run was begun with: the default of the configuration moves with `max_rounds`.
     Raises `ConfigurationError`, `DataError` or `DependencyError` (exit code 2) for what the user can mend.
     """
     warnings: list[str] = []
@@ -134,7 +136,9 @@ def prepare(config: TrainingConfig, backend: Backend) -> Prepared:
         tasks = task_specs(config)
         plans = inspect_eval.check_tasks(tasks)
         n_samples = sum(len(plan.keys) for plan in plans)
-        lines.append("evaluation tasks: " + ", ".join(f"{plan.name} ({len(plan.keys)} samples)" for plan in plans))
+        lines.append(
+            "evaluation tasks: " + ", ".join(f"{plan.name} ({_count(len(plan.keys), 'sample')})" for plan in plans)
+        )
     labels = evaluation.closed_label_set([row.target for row in eval_rows.rows]) if eval_rows else ()
     if labels:
         lines.append(f"labels: {', '.join(labels)}")
@@ -154,10 +158,12 @@ def prepare(config: TrainingConfig, backend: Backend) -> Prepared:
 
     rate = starting_learning_rate(config)
     steps = config.steps_per_round
+    warmup = config.resolved_warmup_steps if warmup_steps is None else warmup_steps
     lines.append(
-        f"plan: up to {config.max_rounds} rounds of {steps} steps of {config.batch_size} rows, LoRA rank "
+        f"plan: up to {_count(config.max_rounds, 'round')} of {_count(steps, 'step')} of "
+        f"{_count(config.batch_size, 'row')}, LoRA rank "
         f"{config.lora_rank}, learning rate {rate:.3g} (x{config.lr_decay:g} after a missed round, "
-        f"warm-up {config.resolved_warmup_steps} steps), until the validation score reaches {config.eval_threshold:g}"
+        f"warm-up {_count(warmup, 'step')}), until the validation score reaches {config.eval_threshold:g}"
     )
     trainable = [row for row in train.rows if row.id not in loader.dropped]
     return Prepared(
@@ -174,6 +180,7 @@ def prepare(config: TrainingConfig, backend: Backend) -> Prepared:
         n_samples=n_samples,
         labels=labels,
         learning_rate=rate,
+        warmup_steps=warmup,
         on_training_data=on_training_data,
         lines=tuple(lines),
         warnings=tuple(warnings),
@@ -250,6 +257,10 @@ def _from_here(path: str | None) -> str | None:
         return None
     relative = os.path.relpath(path)
     return path if relative.startswith(os.pardir) else relative
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _excerpt(text: str) -> str:

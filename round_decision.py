@@ -135,7 +135,7 @@ def decide(
     )
     stale = last.round - best.round
     if last.round >= config.max_rounds:
-        reason = f"{standing} All {config.max_rounds} rounds are used; {_name(best)}."
+        reason = f"{standing} {_all_rounds(config.max_rounds)}; {_name(best)}."
         return Decision("stop", reason, "target_missed", best.round)
     if spent:
         return Decision("stop", f"{standing} {spent} {_capital(_name(best))}.", "budget_spent", best.round)
@@ -163,7 +163,7 @@ def target_met(record: RoundRecord, config: TrainingConfig) -> tuple[bool, str]:
     if figure is None:
         problems.append("its interval is unknown, so the lower end cannot reach the target")
     elif figure < threshold - _EQUAL:
-        problems.append(f"{what} is below the target of {_number(threshold)}")
+        problems.append(f"{what} is below the target of {threshold:g}")
     for task in tasks:
         if task.threshold is None:
             continue
@@ -172,12 +172,12 @@ def target_met(record: RoundRecord, config: TrainingConfig) -> tuple[bool, str]:
             problems.append(f"the interval of task {task.task} is unknown")
         elif figure < task.threshold - _EQUAL:
             end = "the lower end of " if lower_bound else ""
-            problems.append(f"{end}task {task.task} ({_number(figure)}) is below its own {_number(task.threshold)}")
+            problems.append(f"{end}task {task.task} ({_number(figure)}) is below its own {task.threshold:g}")
     if problems:
         return False, f"{shown}: {'; '.join(problems)}."
     conditions = sum(task.threshold is not None for task in tasks)
     own = f", and {conditions} of {len(tasks)} tasks with a threshold of their own reach it" if conditions else ""
-    return True, f"{shown}: {what} reaches the target of {_number(threshold)}{own}."
+    return True, f"{shown}: {what} reaches the target of {threshold:g}{own}."
 
 
 def best_record(history: Sequence[RoundRecord]) -> RoundRecord:
@@ -260,9 +260,7 @@ def _budget_spent(limits: Sequence[_Limit]) -> str | None:
 
 
 def _number(score: float) -> str:
-    """Three decimals, without the last when it is 0."""
-    text = f"{score:.3f}"
-    return text[:-1] if text.endswith("0") else text
+    return f"{score:.3f}"
 
 
 def _interval(record: RoundRecord) -> str:
@@ -278,6 +276,10 @@ def _name(best: RoundRecord) -> str:
 
 def _rounds(count: int) -> str:
     return "1 round" if count == 1 else f"{count} rounds"
+
+
+def _all_rounds(count: int) -> str:
+    return "The only round is used" if count == 1 else f"All {count} rounds are used"
 
 
 def _capital(text: str) -> str:

@@ -93,7 +93,8 @@ class LoadedRows:
 
     def describe(self) -> str:
         shapes = ", ".join(f"{name} {count}" for name, count in self.shapes.items())
-        copies = f"; {self.duplicates} exact copies removed" if self.duplicates else ""
+        word = "copy" if self.duplicates == 1 else "copies"
+        copies = f"; {self.duplicates} exact {word} removed" if self.duplicates else ""
         return f"{self.path}: {len(self.rows)} rows ({shapes}){copies}"
 
 

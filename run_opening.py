@@ -6,7 +6,12 @@ configuration but for limits, the same data, the same kind of service.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shlex
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,7 @@ import durable_files
 import round_decision
 import run_summary
 from checkpoint_manager import CheckpointManager
-from error_handling import ConfigurationError
+from error_handling import CheckpointError, ConfigurationError
 from logger import StructuredLogger, redact_values, utc_now
 from preparation import Prepared
 
@@ -42,8 +47,7 @@ def create_run_folder(prepared: Prepared, runs_dir: Path | str, command: str) ->
         command=command,
         hparams={
             "learning_rate": prepared.learning_rate,
-            # Kept as it was at the start: with more rounds allowed later, a default warm-up would come out longer.
-            "warmup_steps": config.resolved_warmup_steps,
+            "warmup_steps": prepared.warmup_steps,
             "lora_rank": config.lora_rank,
             "batch_size": config.batch_size,
             "seed": config.seed,
@@ -51,17 +55,34 @@ def create_run_folder(prepared: Prepared, runs_dir: Path | str, command: str) ->
         service=prepared.service,
         evaluator=prepared.evaluator,
         data_digests=prepared.data_digests,
+        config_digest=_digest(redact_values(config.to_json_dict())),
     )
 
 
-def reopen(
-    folder: CheckpointManager, asked: config_schema.TrainingConfig | None
-) -> tuple[config_schema.TrainingConfig | None, dict[str, Any]]:
-    """(the configuration to go on with, the changes from the run's own), or (None, {}) when the run is finished.
+@dataclass(frozen=True)
+class Reopening:
+    """How a run goes on. `config` is None when it is finished and stays so; `obstacle` then says why changed settings
+    do not reopen it. `changes` are what differs from the run's own configuration; `decide_again` names the round whose
+    decision is taken back."""
+
+    config: config_schema.TrainingConfig | None
+    changes: Mapping[str, Any]
+    obstacle: str = ""
+    decide_again: int | None = None
+
+
+def reopen(folder: CheckpointManager, asked: config_schema.TrainingConfig | None) -> Reopening:
+    """Whether and how the run goes on under `asked` (None: its own configuration). Writes nothing.
 
     Raises `ConfigurationError` listing every difference that would make the run another one. A run that stopped below
     its target is reopened when a changed limit would have let it go on.
     """
+    written = folder.load_state().get("config_digest")
+    if written is not None and written != _digest(folder.load_config()):
+        raise ConfigurationError(
+            f"{folder.config_path} is not what the run wrote there. Put it back; a limit is changed on the command "
+            "line (--resume RUN max_rounds=6), and anything else needs a new run."
+        )
     own = config_schema.load_and_validate_config(folder.config_path)
     config = asked or own
     changes = differences(own.to_json_dict(), redact_values(config.to_json_dict()))
@@ -73,20 +94,42 @@ def reopen(
             f"Resume with the run's own (leave --config out), or start a new run. These may change: "
             f"{', '.join(HARMLESS)}, prices."
         )
-    if folder.load_state()["status"] == "completed":
-        last = folder.round_results()[-1]
-        if not changes or not would_go_on(folder, config, last):
-            return None, {}
-        folder.redo_from(last["round"], "decide", status="interrupted")
-    if changes:
-        durable_files.write_json(folder.config_path, redact_values(config.to_json_dict()))
-    return config, {key: {"was": was, "now": now} for key, (was, now) in changes.items()}
+    told = {key: {"was": was, "now": now} for key, (was, now) in changes.items()}
+    if folder.load_state()["status"] != "completed":
+        return Reopening(config, told)
+    if not changes:
+        return Reopening(None, {})
+    last = folder.round_results()[-1]
+    obstacle = obstacle_to_going_on(folder, config, last)
+    if obstacle:
+        return Reopening(None, told, obstacle)
+    return Reopening(config, told, decide_again=last["round"])
 
 
-def would_go_on(folder: CheckpointManager, config: config_schema.TrainingConfig, last: Mapping[str, Any]) -> bool:
-    """True when a run that missed its target would be decided differently under `config`."""
+def take_over(folder: CheckpointManager, reopening: Reopening, command: str) -> None:
+    """Write down that the run goes on, once every check has passed."""
+    assert reopening.config is not None
+    if reopening.decide_again is not None:
+        folder.redo_from(reopening.decide_again, "decide", status="interrupted")
+    config = redact_values(reopening.config.to_json_dict())
+    if reopening.changes:
+        # No digest while the two are written one after the other: killed in between, either configuration is good.
+        folder.update_state(config_digest=None)
+        durable_files.write_json(folder.config_path, config)
+    folder.record_resume(command=command, changes=dict(reopening.changes))
+    folder.update_state(config_digest=_digest(config))
+
+
+def _digest(config: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+
+
+def obstacle_to_going_on(
+    folder: CheckpointManager, config: config_schema.TrainingConfig, last: Mapping[str, Any]
+) -> str:
+    """Why a finished run is not decided differently under `config`; empty when it is."""
     if last["decision"] == "target_met":
-        return False
+        return "it met its target, so there is nothing left to do; for another target start a new run"
     records = [round_record(folder, row) for row in folder.round_results()]
     tokens = run_summary.add_tokens(row["tokens"] for row in folder.round_results())
     decision = round_decision.decide(
@@ -97,7 +140,8 @@ def would_go_on(folder: CheckpointManager, config: config_schema.TrainingConfig,
         seconds_spent=folder.load_state().get("wall_s", 0.0),
         money_spent=run_summary.money(tokens, config.prices.get(config.base_model)),
     )
-    return decision.action == "continue" or decision.status == "target_met"
+    goes_on = decision.action == "continue" or decision.status == "target_met"
+    return "" if goes_on else decision.reason
 
 
 def round_record(folder: CheckpointManager, row: Mapping[str, Any]) -> round_decision.RoundRecord:
@@ -153,11 +197,17 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
     return found
 
 
-def tell_finished(folder: CheckpointManager, screen: StructuredLogger) -> dict[str, Any]:
-    """Say that the run is finished and what came out; returns its summary."""
+def tell_finished(folder: CheckpointManager, why: str, screen: StructuredLogger) -> dict[str, Any]:
+    """Say that the run is finished, what came out, and `why` changed limits do not reopen it; returns its summary."""
     summary = folder.load_summary()
-    assert summary is not None, "a completed run has a summary"
+    if summary is None or not {"reason", "rounds", "best_round"} <= summary.keys():
+        raise CheckpointError(
+            f"{folder.summary_path} is missing or damaged, and the run is finished: state.json still holds its rounds. "
+            "Restore the file from a copy."
+        )
     screen.say(f"run {folder.run_id} is finished: {summary['reason']}")
+    if why:
+        screen.warn(f"the changed settings do not let it go on: {why}")
     tell_outcome(folder, summary, screen)
     return summary
 
@@ -179,13 +229,19 @@ def tell_outcome(folder: CheckpointManager, summary: Mapping[str, Any], screen: 
     if summary.get("evalops_unsent"):
         screen.warn(
             f"{summary['evalops_unsent']} EvalOps submissions are still unsent; send them with "
-            f"python evalops_client.py flush {folder.run_dir}"
+            + shlex.join(
+                [sys.executable, str(Path(__file__).with_name("evalops_client.py")), "flush", str(folder.run_dir)]
+            )
         )
     places: dict[str, Path | str] = {"run folder": folder.run_dir, "summary": folder.summary_path}
     if (folder.run_dir / "report.html").is_file():
         places["report"] = folder.run_dir / "report.html"
     if summary["final_checkpoint"]:
         places["checkpoint"] = summary["final_checkpoint"]
+    elif summary["rounds"][-1]["checkpoint"]:
+        places["checkpoint"] = (
+            f"none, the base model was best; the last round's is {summary['rounds'][-1]['checkpoint']}"
+        )
     screen.where(places)
 
 

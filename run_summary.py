@@ -5,6 +5,7 @@ Pure functions: results, samples and rendered rows in, plain dicts out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ ROUND_KEYS = (
     "ci_high",
     "n",
     "errors",
+    "ungraded",
     "truncated",
     "nll",
     "learning_rate",
@@ -40,17 +42,17 @@ ROUND_KEYS = (
 def measured(result: EvaluationResult, nll: float | None) -> dict[str, Any]:
     """The figures of one evaluation as `summary.rounds` holds them.
 
-    `ci_low` and `ci_high` are the 95 % interval of the score where there is one task, else None: the interval of a
-    weighted mean is not that of its parts.
+    `ci_low` and `ci_high` are the 95 % interval of the score, None when that of a task is unknown (one sample).
     """
-    only = result.tasks[0] if len(result.tasks) == 1 else None
+    low, high = overall_interval(result)
     return {
         "score": result.score,
         "lenient_score": result.metrics.get("lenient_score"),
-        "ci_low": only.ci_low if only else None,
-        "ci_high": only.ci_high if only else None,
+        "ci_low": low,
+        "ci_high": high,
         "n": result.n,
         "errors": result.errors,
+        "ungraded": sum(sample.grade_missing for sample in result.samples),
         "truncated": result.metrics["truncated"],
         "nll": nll,
         "tasks": [
@@ -68,6 +70,24 @@ def measured(result: EvaluationResult, nll: float | None) -> dict[str, Any]:
         ],
         "categories": category_scores(result.samples),
     }
+
+
+def overall_interval(result: EvaluationResult) -> tuple[float | None, float | None]:
+    """95 % interval of the weighted mean of the tasks' scores, from their own intervals.
+
+    Square-and-add (Zou and Donner 2008, "Construction of confidence limits about effect measures"): the distance from
+    the mean to each limit is the root of the summed squares of the weighted distances of the tasks. With one task it
+    is that task's interval.
+    """
+    total = sum(task.weight for task in result.tasks)
+    below = above = 0.0
+    for task in result.tasks:
+        if task.ci_low is None or task.ci_high is None:
+            return None, None
+        share = task.weight / total
+        below += (share * (task.score - task.ci_low)) ** 2
+        above += (share * (task.ci_high - task.score)) ** 2
+    return max(0.0, result.score - math.sqrt(below)), min(1.0, result.score + math.sqrt(above))
 
 
 def category_scores(samples: Iterable[SampleResult]) -> dict[str, dict[str, float | int]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tinker_backend
 from error_handling import TrainingError
 from logger import Progress, StructuredLogger
+from tinker_backend import Watch
 
 if TYPE_CHECKING:
     import tinker
@@ -37,13 +38,21 @@ class StepPipeline:
     """
 
     def __init__(
-        self, client: tinker.TrainingClient, loader: DataLoader, log: StructuredLogger, round: int, *, first_step: int
+        self,
+        client: tinker.TrainingClient,
+        loader: DataLoader,
+        log: StructuredLogger,
+        round: int,
+        *,
+        first_step: int,
+        watch: Watch,
     ) -> None:
         self._client = client
         self._loader = loader
         self._log = log
         self._round = round
         self._first_step = first_step
+        self._watch = watch
         self._pending: deque[_SubmittedStep] = deque()
 
     async def submit(self, number: int, rows: Sequence[Row], learning_rate: float, bar: Progress) -> None:
@@ -64,8 +73,7 @@ class StepPipeline:
     async def _finish(self, submitted: _SubmittedStep, bar: Progress) -> None:
         """Await a step and log it; raises `TrainingError` when its loss is not finite."""
         name = f"step {submitted.step}"
-        note = self._log.say
-        output = await tinker_backend.wait_for(submitted.gradients, f"the gradients of {name}", note=note)
+        output = await tinker_backend.wait_for(submitted.gradients, f"the gradients of {name}", watch=self._watch)
         nll, weight = tinker_backend.trained_nll(submitted.data, output.loss_fn_outputs)
         loss = nll / weight if weight > 0 else math.nan
         if not math.isfinite(loss):
@@ -74,7 +82,7 @@ class StepPipeline:
                 f"{submitted.learning_rate:.3g} is probably too high; nothing of this round since its last checkpoint "
                 "is kept. Lower learning_rate and start a new run."
             )
-        await tinker_backend.wait_for(submitted.update, f"the update of {name}", note=note)
+        await tinker_backend.wait_for(submitted.update, f"the update of {name}", watch=self._watch)
         self._log.event(
             "step",
             round=self._round,

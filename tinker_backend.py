@@ -22,8 +22,10 @@ import hashlib
 import json
 import os
 import tempfile
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import urllib.parse
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,10 +34,10 @@ from error_handling import (
     AuthenticationError,
     CheckpointError,
     ConfigurationError,
-    EvalLoopError,
     ServiceError,
     ServiceUnavailableError,
 )
+from service_waits import WAIT_LIMIT_S, Watch, translate_error, wait_for
 
 if TYPE_CHECKING:
     import tinker
@@ -48,10 +50,8 @@ HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 # The SDK refuses keys without this prefix; the embedded engine asks for none, so this is no secret.
 EMBEDDED_KEY = "tml-local-engine"
 CONNECT_LIMIT_S = 10.0
-WAIT_LIMIT_S = 3600.0
 # Our own engine may have to convert a base model before it can name its tokenizer.
 ENGINE_INFO_LIMIT_S = 300.0
-WAIT_NOTE_S = 60.0
 
 
 def is_mock(env: Mapping[str, str] = os.environ) -> bool:
@@ -79,6 +79,8 @@ class Backend:
     _temp_dir: Any = field(default=None, repr=False)
     _service: Any = field(default=None, repr=False)
     _capabilities: dict[str, int | None] | None = field(default=None, repr=False)
+    _alive: tuple[float, bool] = field(default=(float("-inf"), True), repr=False)
+    _alive_lock: Any = field(default_factory=threading.Lock, repr=False)
 
     @property
     def service(self) -> tinker.ServiceClient:
@@ -114,6 +116,19 @@ class Backend:
                 "Check TINKER_API_KEY."
             )
         return response
+
+    def is_alive(self) -> bool:
+        """Whether the service answers at all; asked at most every 10 seconds, however many wait for it."""
+        with self._alive_lock:
+            asked_at, alive = self._alive
+            if time.monotonic() - asked_at > 10:
+                try:
+                    self._get("get_server_capabilities")
+                    alive = True
+                except ServiceUnavailableError:
+                    alive = False
+                self._alive = (time.monotonic(), alive)
+            return alive
 
     def models(self) -> dict[str, int | None]:
         """Base models the service offers, with their context length in tokens where it tells."""
@@ -200,7 +215,15 @@ class Backend:
             if optimizer
             else self.service.create_training_client_from_state
         )
-        return await wait_for(create(state_path), f"the saved state {state_path}")
+        try:
+            return await wait_for(create(state_path), f"the saved state {state_path}")
+        except ServiceUnavailableError:
+            raise
+        except ServiceError as err:
+            raise CheckpointError(
+                f"{state_path} cannot be restored: {err}. If the run was trained on the local engine, its folder "
+                "engine/ must be as the run left it; a state that is lost can only be made anew by a new run."
+            ) from err
 
     async def create_sampling_client(
         self, *, model_path: str | None = None, base_model: str | None = None
@@ -272,11 +295,7 @@ def _open(engine_dir: Path | None, env: Mapping[str, str], adopt: str | None, ad
     if is_mock(env):
         from mock_tinker import LocalTinkerServer
 
-        # A proxy set for the outside world would swallow requests to this machine without a message.
-        for name in ("NO_PROXY", "no_proxy"):
-            listed = os.environ.get(name, "")
-            if "127.0.0.1" not in listed:
-                os.environ[name] = ",".join(filter(None, [listed, "127.0.0.1", "localhost"]))
+        _keep_local_requests_local()
         os.environ["TINKER_TELEMETRY"] = "0"
         temp_dir = tempfile.TemporaryDirectory(prefix="tinker-engine-") if engine_dir is None else None
         state_dir = Path(temp_dir.name) if temp_dir else engine_dir
@@ -294,7 +313,29 @@ def _open(engine_dir: Path | None, env: Mapping[str, str], adopt: str | None, ad
     if not key.startswith(("tml-", "eyJ")):
         raise ConfigurationError("TINKER_API_KEY does not look like a Tinker key: it must start with 'tml-'.")
     url = env.get("TINKER_BASE_URL", "").strip().rstrip("/")
+    if url:
+        _check_address(url)
     return Backend("server" if url else "hosted", url or HOSTED_URL, key)
+
+
+def _check_address(url: str) -> None:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        complete = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        complete = False
+    if not complete:
+        raise ConfigurationError(f"TINKER_BASE_URL is {url!r}; expected an address such as http://127.0.0.1:8000")
+    if parts.hostname in ("127.0.0.1", "localhost", "::1"):
+        _keep_local_requests_local()
+
+
+def _keep_local_requests_local() -> None:
+    # A proxy set for the outside world would swallow requests to this machine without a message.
+    for name in ("NO_PROXY", "no_proxy"):
+        listed = os.environ.get(name, "")
+        if "127.0.0.1" not in listed:
+            os.environ[name] = ",".join(filter(None, [listed, "127.0.0.1", "localhost"]))
 
 
 def _adopt(path: str, runs_dir: Path, state_dir: Path) -> None:
@@ -350,63 +391,6 @@ def _detail(response: Any) -> str:
         return response.text[:500]
 
 
-def translate_error(err: BaseException, what: str) -> EvalLoopError:
-    """An SDK error as one of ours, saying what was being done. Errors of ours are returned unchanged."""
-    if isinstance(err, EvalLoopError):
-        return err
-    import tinker
-
-    if isinstance(err, tinker.AuthenticationError | tinker.PermissionDeniedError):
-        return AuthenticationError(f"{what}: the service refused the API key ({err}). Check TINKER_API_KEY.")
-    if isinstance(err, tinker.APIConnectionError | asyncio.TimeoutError | ConnectionError):
-        return ServiceUnavailableError(f"{what}: the service did not answer ({type(err).__name__}).")
-    if isinstance(err, tinker.RequestFailedError):
-        # The SDK wraps the service's words in its own bookkeeping, which helps nobody.
-        said = err.message.removeprefix("Request failed: ").split(" for self.request_id=", 1)[0]
-        return ServiceError(f"{what}: {said}")
-    return ServiceError(f"{what}: {type(err).__name__}: {err}")
-
-
-async def wait_for(
-    future: Any,
-    what: str,
-    *,
-    limit_s: float = WAIT_LIMIT_S,
-    note: Callable[[str], None] | None = None,
-) -> Any:
-    """Await an SDK future (or any awaitable) for at most `limit_s` seconds.
-
-    `note` is called once a minute with what is being waited for, so that a queue is told apart from a hang. SDK errors
-    are raised as `error_handling` classes; a passed limit is a `ServiceUnavailableError`.
-    """
-
-    async def result() -> Any:
-        return await future
-
-    task = asyncio.ensure_future(result())
-    started = time.monotonic()
-    try:
-        while not task.done():
-            left = limit_s - (time.monotonic() - started)
-            if left <= 0:
-                raise ServiceUnavailableError(f"gave up after {limit_s:.0f} s waiting for {what}")
-            await asyncio.wait({task}, timeout=min(WAIT_NOTE_S, left))
-            if note and not task.done():
-                note(f"still waiting for {what} ({time.monotonic() - started:.0f} s)")
-    finally:
-        if not task.done():
-            task.cancel()
-    try:
-        return task.result()
-    except asyncio.CancelledError:
-        raise
-    except Exception as err:
-        mended = translate_error(err, f"waiting for {what}")
-        if mended is err:
-            raise
-        raise mended from err
-
-
 async def forward_backward_async(
     client: tinker.TrainingClient, data: Sequence[tinker.Datum], loss_fn: Any = "cross_entropy"
 ) -> Awaitable[tinker.ForwardBackwardOutput]:
@@ -438,7 +422,9 @@ def trained_nll(data: Sequence[tinker.Datum], outputs: Sequence[Mapping[str, Any
     return total, weight_sum
 
 
-async def mean_nll(client: tinker.TrainingClient, data: Sequence[tinker.Datum], *, chunk: int = 64) -> float:
+async def mean_nll(
+    client: tinker.TrainingClient, data: Sequence[tinker.Datum], *, chunk: int = 64, watch: Watch | None = None
+) -> float:
     """Negative log-likelihood per weighted token (nats) of `data` under the client's weights, without training.
 
     Raises `ValueError` when nothing carries weight.
@@ -446,7 +432,8 @@ async def mean_nll(client: tinker.TrainingClient, data: Sequence[tinker.Datum], 
     total = weight_sum = 0.0
     for start in range(0, len(data), chunk):
         part = list(data[start : start + chunk])
-        output = await wait_for(client.forward(part, "cross_entropy"), "the likelihood of the evaluation targets")
+        forward = client.forward(part, "cross_entropy")
+        output = await wait_for(forward, "the likelihood of the evaluation targets", watch=watch)
         nll, weights = trained_nll(part, output.loss_fn_outputs)
         total += nll
         weight_sum += weights
@@ -486,6 +473,7 @@ class ChatSampler:
         top_p: float = 1.0,
         seed: int = 0,
         limit_s: float = WAIT_LIMIT_S,
+        watch: Watch | None = None,
     ) -> None:
         self._client = sampling_client
         self.chat_format = chat_format
@@ -494,6 +482,7 @@ class ChatSampler:
         self.top_p = top_p
         self.seed = seed
         self._limit_s = limit_s
+        self._watch = watch
 
     async def reply(self, messages: Sequence[Mapping[str, str]], *, epoch: int = 1) -> Reply:
         """The model's next turn after `messages`. Raises as `wait_for` does."""
@@ -516,6 +505,7 @@ class ChatSampler:
             self._client.sample(tinker.ModelInput.from_ints(prompt), num_samples=1, sampling_params=params),
             "a sampled reply",
             limit_s=self._limit_s,
+            watch=self._watch,
         )
         seconds = time.monotonic() - started
         sequence = response.sequences[0]

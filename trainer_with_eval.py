@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -23,7 +24,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from error_handling import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, EvalLoopError
+from error_handling import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    CheckpointError,
+    EvalLoopError,
+    InterruptedRunError,
+    TrainingError,
+)
 
 if TYPE_CHECKING:
     from checkpoint_manager import CheckpointManager
@@ -101,16 +110,18 @@ async def run_loop(
     screen = StructuredLogger(None, console=console)
     if resume is not None:
         with CheckpointManager.open(resolve_run(runs_dir, resume or None), command=command) as folder:
-            config, changes = run_opening.reopen(folder, config)
-            if config is None:
-                return run_opening.tell_finished(folder, screen)
+            reopening = run_opening.reopen(folder, config)
+            if reopening.config is None:
+                return run_opening.tell_finished(folder, reopening.obstacle, screen)
             with tinker_backend.connect(folder.engine_dir) as backend:
-                prepared = prepare(config, backend)
+                warmup_steps = folder.load_state().get("hparams", {}).get("warmup_steps")
+                prepared = prepare(reopening.config, backend, warmup_steps=warmup_steps)
                 run_opening.refuse_changed_inputs(folder, prepared)
                 run_opening.show_plan(prepared, screen)
                 if dry_run:
+                    screen.say("dry run: the run can go on as planned; nothing was changed")
                     return {}
-                folder.record_resume(command=command, changes=changes)
+                run_opening.take_over(folder, reopening, command)
                 return await to_the_end(prepared, folder, backend, console=console)
 
     assert config is not None, "run_loop needs a configuration unless it resumes"
@@ -132,7 +143,6 @@ async def to_the_end(
 ) -> dict[str, Any]:
     """Work on an open run until it is finished, leaving its state true whatever ends it."""
     import run_opening
-    from error_handling import InterruptedRunError
     from logger import StructuredLogger
     from training_run import TrainingRun
 
@@ -140,7 +150,9 @@ async def to_the_end(
     for note in folder.notes:
         log.warn(note)
     log.say(f"run {folder.run_id}")
-    resume_command = f"{Path(sys.executable).name} trainer_with_eval.py --resume {folder.run_dir}"
+    resume_command = shlex.join([sys.executable, sys.argv[0], "--resume", str(folder.run_dir)])
+    if backend.kind == "embedded":
+        resume_command = f"TINKER_MOCK=1 {resume_command}"
     try:
         with stop_on_signals(resume_command) as stop:
             summary = await loop(TrainingRun(prepared, folder, backend, log, stop))
@@ -150,7 +162,8 @@ async def to_the_end(
     except EvalLoopError as err:
         run_opening.record_interruption(folder, "failed")
         log.event("failed", error=str(err))
-        print(f"The run is kept and can go on: {resume_command}", file=sys.stderr)
+        if not isinstance(err, TrainingError | CheckpointError):
+            print(f"Everything finished so far is kept. Continue with: {resume_command}", file=sys.stderr)
         raise
     run_opening.tell_outcome(folder, summary, log)
     return summary
@@ -205,7 +218,13 @@ def load_config(args: argparse.Namespace, overrides: Sequence[str]) -> TrainingC
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code. Only a bug shows a traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
-    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    # A word with "=" is an override, also after --resume, which takes a word or none; --config and --runs-dir always
+    # take the next one.
+    overrides = [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if "=" in word and not word.startswith("-") and before not in ("--config", "--runs-dir")
+    ]
     args = build_parser().parse_args([word for word in words if word not in overrides])
     if args.overrides:
         print(
@@ -213,9 +232,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return EXIT_USAGE
-    from logger import redact, visible
-
     try:
+        from logger import redact, visible
+
         config = load_config(args, overrides)
         summary = asyncio.run(
             run_loop(
@@ -228,8 +247,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return int(summary.get("exit_code", 0))
     except EvalLoopError as err:
-        print(f"error: {redact(visible(str(err)))}", file=sys.stderr)
+        prefix = "" if err.exit_code == EXIT_INTERRUPTED else "error: "
+        print(f"{prefix}{redact(visible(str(err)))}", file=sys.stderr)
         return err.exit_code
+    except ModuleNotFoundError as err:
+        requirements = Path(__file__).with_name("requirements.txt")
+        print(
+            f"error: the package {err.name!r} is not installed for {sys.executable}. Install what is needed with "
+            f"python -m pip install -r {requirements}, or use the environment that run_demo.sh made: "
+            ".venv/bin/python",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except OSError as err:

@@ -67,6 +67,7 @@ class TrainingRun:
         self.backend = backend
         self.log = log
         self.stop = stop
+        self._watch = tinker_backend.Watch(note=log.say, is_alive=backend.is_alive, stop=stop)
         self._client: tinker.TrainingClient | None = None
         self._started = time.monotonic()
         self._wall_before: float = folder.load_state().get("wall_s", 0.0)
@@ -225,10 +226,13 @@ class TrainingRun:
         return self._selector.select(**arguments, row_losses=losses)
 
     async def _row_losses(self, round: int, rows: Sequence[SelectedRow]) -> dict[str, float]:
-        """The present weights' loss (nats, summed over the trained tokens) of each distinct row."""
+        """The present weights' loss (nats per trained token) of each distinct row."""
         client = await self.client(round)
         losses: dict[str, float] = {}
         distinct = list({chosen.row.id: chosen.row for chosen in rows}.values())
+        spent = sum(example.n_tokens for row in distinct for example in self.prepared.loader.render(row))
+        counted = self.folder.load_state().get("guard_tokens", {})
+        self.folder.update_state(guard_tokens={**counted, str(round): self._guard_tokens(round) + spent})
         for start in range(0, len(distinct), 64):
             part = distinct[start : start + 64]
             groups = [[example.datum for example in self.prepared.loader.render(row)] for row in part]
@@ -237,7 +241,8 @@ class TrainingRun:
             position = 0
             for row, group in zip(part, groups, strict=True):
                 outputs = output.loss_fn_outputs[position : position + len(group)]
-                losses[row.id] = tinker_backend.trained_nll(group, outputs)[0]
+                nll, weight = tinker_backend.trained_nll(group, outputs)
+                losses[row.id] = nll / weight
                 position += len(group)
         return losses
 
@@ -272,7 +277,9 @@ class TrainingRun:
         again = self.log.supersede_after(self._first_step(round) + done)
         if again:
             self.log.say(f"round {round}: steps after {self._first_step(round) + done} are done again")
-        pipeline = StepPipeline(client, self.prepared.loader, self.log, round, first_step=self._first_step(round))
+        pipeline = StepPipeline(
+            client, self.prepared.loader, self.log, round, first_step=self._first_step(round), watch=self._watch
+        )
         with self.log.progress(len(batches), f"round {round}") as bar:
             if done:
                 bar.advance(done)
@@ -291,7 +298,7 @@ class TrainingRun:
         return hyperparam_utils.get_lr_with_warmup(
             self._first_step(round) + number,
             self.learning_rate(round),
-            self.folder.load_state()["hparams"]["warmup_steps"],
+            self.prepared.warmup_steps,
             self.config.max_steps,
             self.config.min_lr,
         )
@@ -370,16 +377,20 @@ class TrainingRun:
             )
         nll = None
         if data:
-            nll = await self._unless_stopped(tinker_backend.mean_nll(await self.client(round), data))
+            nll = await self._unless_stopped(tinker_backend.mean_nll(await self.client(round), data, watch=self._watch))
         tokens = run_summary.token_counts(
             trained=self._trained_tokens(round) if round else 0,
-            likelihood=sum(datum.model_input.length for datum in data),
+            likelihood=sum(datum.model_input.length for datum in data) + self._guard_tokens(round),
             samples=result.samples,
         )
         figures = run_summary.measured(result, nll)
         self.log.event("evaluation", round=round, step=self._first_step(round + 1), **figures, logs=result.log_paths)
         cost = run_summary.money(tokens, self.config.prices.get(self.config.base_model))
         return {**figures, "tokens": tokens, "cost": cost}
+
+    def _guard_tokens(self, round: int) -> int:
+        """Tokens that measuring the losses of the round's candidate rows took."""
+        return int(self.folder.load_state().get("guard_tokens", {}).get(str(round), 0))
 
     def _trained_tokens(self, round: int) -> int:
         return sum(
@@ -499,4 +510,4 @@ class TrainingRun:
         return evalops_client.flush(self.folder.outbox_path, client).left
 
     async def _wait(self, future: Any, what: str) -> Any:
-        return await tinker_backend.wait_for(future, what, note=self.log.say)
+        return await tinker_backend.wait_for(future, what, watch=self._watch)

@@ -184,12 +184,6 @@ def test_the_recommended_rate_replaces_learning_rate(write):
     assert "min_lr: 0.001 is above the recommended learning rate 0.00047" in message
 
 
-def test_a_recommended_rate_that_nobody_knows_is_refused_at_once(write):
-    message = refusal(write(use_recommended_lr=True, base_model="openai/gpt-oss-20b"))
-    assert "use_recommended_lr: no learning rate to recommend" in message
-    assert "openai/gpt-oss-20b" in message
-
-
 def test_the_builtin_evaluator_cannot_run_inspect_tasks(write):
     message = refusal(write(eval_tasks=["arc"], evaluation={"evaluator": "simple"}))
     assert "evaluation.evaluator" in message

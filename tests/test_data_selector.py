@@ -42,7 +42,7 @@ def sample(identity: str, question: str, target: str, score: float = 0.0, **more
         epoch=more.pop("epoch", 1),
         input=question,
         target=target,
-        output="?",
+        output=target if score == 1 else "?",
         score=score,
         **more,
     )
@@ -330,7 +330,7 @@ def test_guard_sets_aside_a_high_loss_among_neighbours_of_another_label():
         "disagreeing": 10,
         "neighbours": 10,
     }
-    assert "label guard: 1 of 25 rows set aside" in chosen.notes
+    assert "label guard: 1 of the 25 rows measured are set aside: train:24" in chosen.notes
 
 
 @pytest.mark.parametrize("strategy", ["balanced_failures", "balanced", "failures", "random"])
@@ -357,4 +357,14 @@ def test_guard_says_when_it_could_not_be_applied():
     assert "label guard not applied: the rows' losses were not measured" in guarded(None).notes
     assert not any("guard" in note for note in select(guard_rows(), samples=evaluation(), count=4).notes)
     chosen = guarded({"train:24": 3.0})
-    assert any("24 rows have no measured loss" in note for note in chosen.notes)
+    assert any("of the 1 rows measured" in note for note in chosen.notes)
+
+
+def test_guard_leaves_a_class_alone_that_gets_nearly_every_reply():
+    """Calling everything a refund finds every refund, and knows nothing of refunds."""
+    losses = {f"train:{n}": 0.2 for n in range(24)} | {"train:24": 3.0}
+    honest = evaluation(("billing", "refund"), ())
+    lumped = [replace(sample, output="refund", score=float(sample.target == "refund")) for sample in honest]
+    third = [replace(sample, id=f"more-{sample.id}", target="billing", score=0.0) for sample in lumped]
+    chosen = select(guard_rows(), samples=[*lumped, *third], count=30, losses=losses, label_guard=True)
+    assert chosen.set_aside == ()

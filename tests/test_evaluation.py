@@ -138,3 +138,13 @@ def test_a_sample_survives_its_row() -> None:
     before = sample("a", 0.5, category="c", metadata={"source": "x"}, stop_reason="stop", tokens_in=3)
     row = json.loads(json.dumps(before.to_row()))
     assert SampleResult.from_row({**row, "of_a_later_version": 1}) == before
+
+
+def test_an_evaluation_in_which_nothing_got_a_grade_has_no_score():
+    lost = [
+        SampleResult(task="t", id=str(n), epoch=1, input="q", target="a", output="b", score=0.0, grade_missing=True)
+        for n in range(3)
+    ]
+    with pytest.raises(EvaluationError, match="none of its 3 samples a grade"):
+        refuse_failures(lost, 0.5)
+    refuse_failures([*lost, replace(lost[0], id="graded", grade_missing=False)], 0.5)

@@ -96,6 +96,20 @@ def test_a_file_s_tasks_share_its_weight_and_paths_may_hold_spaces(
     assert check_tasks([TaskSpec("my tasks @home [1]/two.py@second")])[0].keys == (("second", "1", 1),)
 
 
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("def t(:\n    pass\n", "SyntaxError"),
+        ("import sys\nfrom inspect_ai import task\n\n\n@task\ndef t():\n    sys.exit(7)\n", "SystemExit: 7"),
+    ],
+)
+def test_a_file_that_does_not_parse_or_ends_the_program_is_a_task_that_cannot_be_built(tmp_path, source, reason):
+    path = tmp_path / "odd.py"
+    path.write_text(source)
+    with pytest.raises(ConfigurationError, match=rf"could not be built: {reason}"):
+        check_tasks([TaskSpec(f"{path}@t")])
+
+
 def test_a_file_that_does_not_even_load_is_told(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("import not_there_at_all\nfrom inspect_ai import task\n@task\ndef t(): ...\n")
     with pytest.raises(ConfigurationError, match=r"bad\.py@t' could not be built: ModuleNotFoundError"):

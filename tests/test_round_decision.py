@@ -40,14 +40,14 @@ def test_a_missed_baseline_starts_training_at_the_full_rate():
     decision = after(record(0, 0.1, ci_low=0.05, ci_high=0.2, n=80))
     assert (decision.action, decision.status, decision.best_round) == ("continue", "baseline", 0)
     assert (decision.next_lr, decision.rollback_to) == (1e-4, None)
-    assert "Round 0 scored 0.10 (95 % interval 0.05 to 0.20, n = 80)" in decision.reason
+    assert "Round 0 scored 0.100 (95 % interval 0.050 to 0.200, n = 80)" in decision.reason
     assert "below the target of 0.85" in decision.reason
 
 
 def test_a_base_model_that_meets_the_target_stops_the_run():
     decision = after(record(0, 0.9, n=10))
     assert (decision.action, decision.status, decision.best_round) == ("stop", "target_met", 0)
-    assert decision.reason.startswith("The base model already meets the target: round 0 scored 0.90")
+    assert decision.reason.startswith("The base model already meets the target: round 0 scored 0.900")
     assert decision.next_lr is None
 
 
@@ -76,7 +76,7 @@ def test_every_task_must_reach_its_own_threshold():
     tasks = (("easy", 0.99, 0.9), ("hard", 0.75, 0.8), ("free", 0.1, None))
     met, sentence = target_met(record(2, 0.9, task_scores=tasks), settings())
     assert not met
-    assert "task hard (0.75) is below its own 0.80" in sentence
+    assert "task hard (0.750) is below its own 0.8" in sentence
     assert "easy" not in sentence
     assert "free" not in sentence
     met, sentence = target_met(record(2, 0.9, task_scores=(("easy", 0.99, 0.9), ("free", 0.1, None))), settings())
@@ -99,7 +99,7 @@ def test_all_reasons_of_a_miss_are_named():
     _, sentence = target_met(record(1, 0.5, errors=2, n=20, task_scores=(("a", 0.4, 0.6),)), settings())
     assert "n = 20, 2 failed" in sentence
     assert "below the target of 0.85" in sentence
-    assert "task a (0.40) is below its own 0.60" in sentence
+    assert "task a (0.400) is below its own 0.6" in sentence
 
 
 def test_a_round_that_meets_the_target_is_final_though_an_earlier_one_scored_higher():
@@ -125,7 +125,7 @@ def test_the_best_is_the_highest_and_on_ties_the_earlier():
 def test_all_rounds_used_stops_with_the_best_named():
     decision = after(record(0, 0.1), record(1, 0.8), record(2, 0.7), config=settings(max_rounds=2))
     assert (decision.action, decision.status, decision.best_round) == ("stop", "target_missed", 1)
-    assert "All 2 rounds are used; the best is round 1 with 0.80." in decision.reason
+    assert "All 2 rounds are used; the best is round 1 with 0.800." in decision.reason
 
 
 def test_a_missed_round_lowers_the_rate_by_the_factor():
@@ -182,7 +182,7 @@ def test_training_that_hurts_the_base_model_goes_back_to_it():
 def test_the_drop_is_measured_against_the_best_not_against_the_round_before():
     decision = after(measured(0, 2), measured(1, 32), measured(2, 28), measured(3, 25))
     assert decision.rollback_to == 1
-    assert "below round 1 (0.80)" in decision.reason
+    assert "below round 1 (0.800)" in decision.reason
 
 
 def test_only_samples_that_both_rounds_have_are_compared():
@@ -249,7 +249,7 @@ def test_a_budget_stops_the_run_before_it_is_passed(budget, spent, sentence):
     decision = after(record(0, 0.1), record(1, 0.5), config=config, **spent)
     assert (decision.action, decision.status, decision.best_round) == ("stop", "budget_spent", 1)
     assert sentence in decision.reason
-    assert decision.reason.endswith("The best is round 1 with 0.50.")
+    assert decision.reason.endswith("The best is round 1 with 0.500.")
 
 
 def test_a_budget_with_room_for_exactly_one_more_round_goes_on():

@@ -12,14 +12,16 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-import rendering
 import tinker
 
+import rendering
+import service_waits
 import tinker_backend
 from error_handling import (
     AuthenticationError,
     CheckpointError,
     ConfigurationError,
+    InterruptedRunError,
     ServiceError,
     ServiceUnavailableError,
 )
@@ -199,11 +201,44 @@ async def test_waiting_has_a_limit_and_names_what_it_waits_for():
 
 
 async def test_a_long_wait_says_so(monkeypatch):
-    monkeypatch.setattr(tinker_backend, "WAIT_NOTE_S", 0.01)
+    monkeypatch.setattr(service_waits, "WAIT_NOTE_S", 0.01)
     notes: list[str] = []
-    assert await tinker_backend.wait_for(asyncio.sleep(0.1, "done"), "a step", note=notes.append) == "done"
+    watch = service_waits.Watch(note=notes.append)
+    assert await tinker_backend.wait_for(asyncio.sleep(0.1, "done"), "a step", watch=watch) == "done"
     assert notes
     assert notes[0].startswith("still waiting for a step")
+
+
+async def test_a_service_that_is_gone_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(service_waits, "WAIT_NOTE_S", 0.01)
+    answers = iter([False, True, False, False, False])
+    watch = service_waits.Watch(is_alive=lambda: next(answers))
+    with pytest.raises(ServiceUnavailableError, match="stopped answering while the run waited for a step"):
+        await tinker_backend.wait_for(asyncio.sleep(30), "a step", watch=watch)
+    assert next(answers, "all asked") == "all asked"
+
+
+async def test_a_run_that_shall_stop_waits_no_longer_than_its_grace(monkeypatch):
+    monkeypatch.setattr(service_waits, "STOP_GRACE_S", 0.05)
+    stop = asyncio.Event()
+    stop.set()
+    with pytest.raises(InterruptedRunError, match="while waiting for a step"):
+        await tinker_backend.wait_for(asyncio.sleep(30), "a step", watch=service_waits.Watch(stop=stop))
+
+
+def test_a_closed_server_is_not_alive_and_an_open_one_is():
+    with answering(200, b'{"supported_models": []}') as url:
+        opened = tinker_backend.Backend("server", url, "tml-key")
+        assert opened.is_alive()
+    assert opened.is_alive(), "asked again only after some seconds"
+    assert not tinker_backend.Backend("server", url, "tml-key").is_alive()
+
+
+@pytest.mark.parametrize("url", ["notaurl", "ftp://127.0.0.1:1", "http://127.0.0.1:99999", "http://"])
+def test_an_address_that_cannot_be_one_is_a_usage_error(url):
+    env = {"TINKER_API_KEY": "tml-key", "TINKER_BASE_URL": url}
+    with pytest.raises(ConfigurationError, match="TINKER_BASE_URL is"), tinker_backend.connect(env=env):
+        pass
 
 
 async def test_errors_of_the_service_become_ours(backend):
@@ -222,6 +257,11 @@ def test_errors_of_ours_go_through_translation_unchanged():
 async def test_sampler_weights_are_refused_for_training(backend):
     with pytest.raises(CheckpointError, match="weights for sampling only"):
         await backend.restore_training_client("tinker://run:train:0/sampler_weights/last")
+
+
+async def test_a_state_that_is_gone_cannot_be_restored_and_that_is_told(backend):
+    with pytest.raises(CheckpointError, match="cannot be restored"):
+        await backend.restore_training_client("tinker://no-such-session:train:0/weights/none")
 
 
 def test_a_missing_state_is_told(backend):

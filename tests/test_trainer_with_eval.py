@@ -6,6 +6,7 @@ import asyncio
 import http.server
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -227,6 +228,57 @@ def test_a_finished_run_says_so_and_is_not_run_again(finished_copy, capsys):
     assert (finished_copy / "metrics.jsonl").read_bytes() == before
 
 
+def test_changed_limits_that_reopen_nothing_are_told(finished_copy, half_right, tmp_path, capsys):
+    assert main("--resume", finished_copy, "eval_threshold=0.99") == 0
+    assert "do not let it go on: it met its target" in capsys.readouterr().out
+    missed = tmp_path / "missed" / half_right["simple"].name
+    shutil.copytree(half_right["simple"], missed)
+    assert main("--resume", missed, "max_rounds=9", "budget.tokens=10") == 3
+    assert "of budget.tokens (10 tokens) are spent" in capsys.readouterr().out
+
+
+def test_a_dry_run_of_a_resume_changes_nothing(half_right, tmp_path, capsys):
+    run_dir = tmp_path / "runs" / half_right["simple"].name
+    shutil.copytree(half_right["simple"], run_dir)
+    before = {name: (run_dir / name).read_bytes() for name in ("config.json", "state.json", "metrics.jsonl")}
+    assert main("--resume", run_dir, "max_rounds=9", "--dry-run") == 0
+    assert "can go on" in capsys.readouterr().out
+    assert {name: (run_dir / name).read_bytes() for name in before} == before
+
+
+def test_a_resume_that_is_refused_changes_nothing(half_right, tmp_path, monkeypatch):
+    run_dir = tmp_path / "runs" / half_right["simple"].name
+    shutil.copytree(half_right["simple"], run_dir)
+    before = {name: (run_dir / name).read_bytes() for name in ("config.json", "state.json", "metrics.jsonl")}
+    monkeypatch.delenv("TINKER_MOCK")
+    assert main("--resume", run_dir, "max_rounds=9") == 2
+    assert {name: (run_dir / name).read_bytes() for name in before} == before
+
+
+def test_a_configuration_edited_in_the_run_folder_is_refused(half_right, tmp_path, capsys):
+    run_dir = tmp_path / "runs" / half_right["simple"].name
+    shutil.copytree(half_right["simple"], run_dir)
+    config = json.loads((run_dir / "config.json").read_text())
+    (run_dir / "config.json").write_text(json.dumps({**config, "learning_rate": 0.5}))
+    assert main("--resume", run_dir) == 2
+    assert "is not what the run wrote there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", [None, "{}"])
+def test_a_finished_run_without_its_summary_is_told(finished_copy, capsys, damage):
+    (finished_copy / "summary.json").unlink()
+    if damage:
+        (finished_copy / "summary.json").write_text(damage)
+    assert main("--resume", finished_copy) == 1
+    assert "summary.json is missing or damaged" in capsys.readouterr().err
+
+
+def test_option_values_may_hold_an_equals_sign(tmp_path, capsys):
+    config = write_config(tmp_path).rename(tmp_path / "a=b.json")
+    assert main("--config", config, "--runs-dir", tmp_path / "x=y", "learning_rte=1") == 2
+    assert "learning_rate" in capsys.readouterr().err
+
+
 def test_another_learning_rate_is_refused_on_resume_with_the_difference(finished_copy):
     with pytest.raises(ConfigurationError, match=r"learning_rate: 0\.006 in the run, 0\.02 now"):
         resume(finished_copy, overrides=("learning_rate=0.02",))
@@ -308,6 +360,51 @@ def test_a_worse_round_is_rolled_back_to_the_best_state(tmp_path):
     # Round 3 starts from the state of round 1: its first loss is not that of a model taught wrong answers twice.
     restored = next(row for row in steps if row["round"] == 3)["loss"]
     assert restored > 2 * [row for row in steps if row["round"] == 2][-1]["loss"]
+
+
+TOPICS = {"money": ("refund", "invoice", "payment"), "fault": ("crash", "error", "broken")}
+FILLER = "please today again the my your since yesterday help with about new old screen morning team".split()  # noqa: SIM905
+
+
+def topic_rows(count: int, seed: int) -> list[dict[str, Any]]:
+    """Short messages, each with one word that tells its topic among words that do not."""
+    draw = random.Random(seed)
+    rows = []
+    for number in range(count):
+        label = sorted(TOPICS)[number % len(TOPICS)]
+        words = draw.sample(FILLER, 4)
+        words.insert(draw.randrange(5), draw.choice(TOPICS[label]))
+        rows.append({"prompt": " ".join(words), "completion": label})
+    return rows
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_what_is_learnt_is_in_the_labels(tmp_path, shuffled):
+    train, heldout = topic_rows(96, 1), topic_rows(40, 2)
+    if shuffled:
+        labels = [row["completion"] for row in train]
+        random.Random(3).shuffle(labels)
+        train = [{**row, "completion": label} for row, label in zip(train, labels, strict=True)]
+    for name, rows in (("train", train), ("heldout", heldout)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary, _ = run(
+        tmp_path,
+        train_file=str(tmp_path / "train.jsonl"),
+        eval_file=str(tmp_path / "heldout.jsonl"),
+        learning_rate=3e-3,
+        batch_size=16,
+        steps_per_round=30,
+        max_rounds=2,
+        eval_threshold=1.0,
+        evaluation={"evaluator": "simple", "max_tokens": 6},
+        selection={"strategy": "balanced", "label_guard": True},
+    )
+    if not shuffled:
+        assert summary["best_score"] > 0.85
+        return
+    assert all(row["score"] < 0.7 for row in summary["rounds"])  # chance is 0.5
+    # Measuring the losses that the label guard looks at is prefill, and is counted.
+    assert summary["rounds"][2]["tokens"]["prefill"] > summary["rounds"][1]["tokens"]["prefill"]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
