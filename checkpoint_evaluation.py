@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import chat_sampler
 import inspect_eval
 import preparation
 import simple_eval
@@ -36,7 +37,7 @@ async def ask_checkpoint(
     sampling_client = await backend.create_sampling_client(
         model_path=model_path, base_model=None if model_path else prepared.config.base_model
     )
-    sampler = tinker_backend.ChatSampler(
+    sampler = chat_sampler.ChatSampler(
         sampling_client,
         prepared.chat_format,
         max_tokens=settings.max_tokens,

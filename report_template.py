@@ -93,7 +93,7 @@ marked.{% endif %}</p>
 {% for row in categories.rows %}
 <tr><td>{{ row.category | shown }}</td>
 {% for cell in row.cells %}<td class="figure">{% if cell %}{{ '%.3f' | format(cell[0]) }}
-<span class="soft">of {{ cell[1] }}</span>{% else %}-{% endif %}</td>{% endfor %}</tr>
+<span class="soft">(n = {{ cell[1] }})</span>{% else %}-{% endif %}</td>{% endfor %}</tr>
 {% endfor %}
 </tbody></table></div>
 <p class="soft">Weakest in the last round first.{% if categories.left_out %}

@@ -51,7 +51,7 @@ class EvalRow(Protocol):
 
 
 class SampledReply(Protocol):
-    """What is needed of a reply; `tinker_backend.Reply` has it."""
+    """What is needed of a reply; `chat_sampler.Reply` has it."""
 
     @property
     def text(self) -> str: ...
@@ -66,7 +66,7 @@ class SampledReply(Protocol):
 
 
 class Sampler(Protocol):
-    """One checkpoint with its sampling settings; `tinker_backend.ChatSampler` is one."""
+    """One checkpoint with its sampling settings; `chat_sampler.ChatSampler` is one."""
 
     max_tokens: int
     temperature: float

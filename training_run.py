@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import data_loader
@@ -23,7 +24,7 @@ import run_summary
 import tinker_backend
 from checkpoint_evaluation import ask_checkpoint, tell_score
 from checkpoint_manager import Checkpoint, CheckpointManager
-from data_selector import DataSelector, SelectedRow, Selection
+from data_selector import DataSelector, Selection
 from error_handling import (
     EXIT_TARGET_MET,
     EXIT_TARGET_MISSED,
@@ -212,39 +213,22 @@ class TrainingRun:
         seen: Counter[str] = Counter()
         for earlier in range(1, round):
             seen.update(row.id for step in self._batches(earlier) for row in step)
-        arguments: dict[str, Any] = {
-            "round": round,
-            "count": self.config.steps_per_round * self.config.batch_size,
-            "seen": seen,
-            "samples": self.folder.load_samples(round - 1),
-        }
+        choose = partial(
+            self._selector.select,
+            round=round,
+            count=self.config.steps_per_round * self.config.batch_size,
+            seen=seen,
+            samples=self.folder.load_samples(round - 1),
+        )
         if round == 1 or not self.config.selection.label_guard:
-            return self._selector.select(**arguments)
+            return choose()
         # The guard looks at the rows that would be trained on: measuring the whole supply would cost a round.
-        first = self._selector.select(**arguments, row_losses={})
-        losses = await self._row_losses(round, first.rows)
-        return self._selector.select(**arguments, row_losses=losses)
-
-    async def _row_losses(self, round: int, rows: Sequence[SelectedRow]) -> dict[str, float]:
-        """The present weights' loss (nats per trained token) of each distinct row."""
-        client = await self.client(round)
-        losses: dict[str, float] = {}
-        distinct = list({chosen.row.id: chosen.row for chosen in rows}.values())
-        spent = sum(example.n_tokens for row in distinct for example in self.prepared.loader.render(row))
+        candidates = list({chosen.row.id: chosen.row for chosen in choose(row_losses={}).rows}.values())
+        groups = {row.id: [ex.datum for ex in self.prepared.loader.render(row)] for row in candidates}
+        spent = sum(datum.model_input.length for group in groups.values() for datum in group)
         counted = self.folder.load_state().get("guard_tokens", {})
         self.folder.update_state(guard_tokens={**counted, str(round): self._guard_tokens(round) + spent})
-        for start in range(0, len(distinct), 64):
-            part = distinct[start : start + 64]
-            groups = [[example.datum for example in self.prepared.loader.render(row)] for row in part]
-            data = [datum for group in groups for datum in group]
-            output = await self._wait(client.forward(data, "cross_entropy"), "the losses of the chosen rows")
-            position = 0
-            for row, group in zip(part, groups, strict=True):
-                outputs = output.loss_fn_outputs[position : position + len(group)]
-                nll, weight = tinker_backend.trained_nll(group, outputs)
-                losses[row.id] = nll / weight
-                position += len(group)
-        return losses
+        return choose(row_losses=await tinker_backend.group_losses(await self.client(round), groups, watch=self._watch))
 
     def _batches(self, round: int) -> list[list[data_loader.Row]]:
         """The rows of every step of a round whose selection is written."""

@@ -27,6 +27,7 @@ EVAL_FILE = ROOT / "data" / "tickets_eval.jsonl"
 
 async def measure(model: str, rounds: int, folder: Path) -> dict[str, list[float]]:
     """Samples per second of each evaluator, one figure a round; a round before them warms up."""
+    import chat_sampler
     import data_loader
     import inspect_eval
     import rendering
@@ -39,7 +40,7 @@ async def measure(model: str, rounds: int, folder: Path) -> dict[str, list[float
     with tinker_backend.connect(env={"TINKER_MOCK": "1"}) as backend:
         chat_format = rendering.get_chat_format(model, backend.get_tokenizer(model))
         client = await backend.create_sampling_client(base_model=model)
-        sampler = tinker_backend.ChatSampler(client, chat_format, max_tokens=8)
+        sampler = chat_sampler.ChatSampler(client, chat_format, max_tokens=8)
         for number in range(rounds + 1):
             started = time.monotonic()
             simple = await simple_eval.run_simple_evaluation(sampler, rows)

@@ -1,4 +1,4 @@
-"""A scripted stand-in for `tinker_backend.ChatSampler`, where a test needs replies that no model would give on demand.
+"""A scripted stand-in for `chat_sampler.ChatSampler`, where a test needs replies that no model would give on demand.
 
 It stands for the service alone: what asks it, scores it and reports it is the real thing.
 """
@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tinker_backend import Reply
+from chat_sampler import Reply
 
 Script = Mapping[str, "str | BaseException"] | Callable[[str, int], "str | BaseException"]
 

@@ -151,7 +151,8 @@ def test_someone_who_only_looks_at_the_lock_does_not_make_a_run_refuse_to_start(
         fcntl.flock(looked_at, fcntl.LOCK_SH)
         looks_away = threading.Timer(0.1, lambda: fcntl.flock(looked_at, fcntl.LOCK_UN))
         looks_away.start()
-        CheckpointManager.open(manager.run_dir).close()
+        with CheckpointManager.open(manager.run_dir) as opened:
+            assert opened.load_state()["run_id"] == manager.run_id
         looks_away.join()
 
 

@@ -477,7 +477,8 @@ def load_or_refuse(path, overrides=()):
 def test_any_json_object_is_loaded_or_refused(tmp_path, data):
     path = tmp_path / "conf.json"
     path.write_text(json.dumps(data), encoding="utf-8")
-    load_or_refuse(path)
+    config = load_or_refuse(path)
+    assert config is None or config.base_model == data["base_model"]
 
 
 @FUZZ
@@ -485,7 +486,8 @@ def test_any_json_object_is_loaded_or_refused(tmp_path, data):
 def test_any_overrides_are_applied_or_refused(tmp_path, overrides):
     path = tmp_path / "conf.json"
     path.write_text(json.dumps(MINIMAL), encoding="utf-8")
-    load_or_refuse(path, [f"{key}={value}" for key, value in overrides])
+    config = load_or_refuse(path, [f"{key}={value}" for key, value in overrides])
+    assert config is None or config.eval_file is not None or config.eval_tasks
 
 
 @FUZZ

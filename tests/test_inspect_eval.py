@@ -460,8 +460,9 @@ def test_inspect_s_own_evaluation_finds_and_runs_our_task(tmp_path: Path) -> Non
 
 async def test_on_a_trained_model_both_evaluators_see_the_same_replies(tmp_path: Path) -> None:
     import rendering
+    from chat_sampler import ChatSampler
     from data_loader import DataLoader
-    from tinker_backend import ChatSampler, connect, forward_backward_async, optim_step_async, wait_for
+    from tinker_backend import connect, forward_backward_async, optim_step_async, wait_for
 
     red, blue, green = ("fire", "blood", "rose", "cherry"), ("sky", "sea", "ice", "rain"), ("moss", "leaf", "grass")
     rows = [{"question": f"{word}?", "answer": "red" if word in red else "blue"} for word in (*red, *blue)]

@@ -52,7 +52,7 @@ def test_with_a_key_the_demo_runs_its_plan_on_the_service(engine_url, tmp_path):
     assert done.returncode == 3, done.stdout + done.stderr
     assert "Its plan:" in done.stdout
     assert f"server at {engine_url}" in done.stdout
-    assert "plan: up to 1 rounds of 2 steps" in done.stdout
+    assert "plan: up to 1 round of 2 steps" in done.stdout
     assert KEY not in done.stdout + done.stderr
     (summary_file,) = tmp_path.glob("runs/*/summary.json")
     summary = json.loads(summary_file.read_text())

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tinker
 
+import chat_sampler
 import rendering
 import service_waits
 import tinker_backend
@@ -295,10 +296,10 @@ async def test_training_moves_the_likelihood_and_an_update_of_zero_does_not(back
         assert (after < before) if expect_change else (after == pytest.approx(before, abs=1e-6))
 
 
-async def sampler(backend, **settings) -> tinker_backend.ChatSampler:
+async def sampler(backend, **settings) -> chat_sampler.ChatSampler:
     chat_format = rendering.get_chat_format(MODEL, backend.get_tokenizer(MODEL))
     client = await backend.create_sampling_client(base_model=MODEL)
-    return tinker_backend.ChatSampler(client, chat_format, **settings)
+    return chat_sampler.ChatSampler(client, chat_format, **settings)
 
 
 async def test_a_cut_reply_says_so_and_counts_its_tokens(backend):
