@@ -270,7 +270,7 @@ def task(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Inspect finds tasks in a file by this name, and executes the file anew when it does.
     """
-    if "inspect_ai" not in sys.modules:
+    if sys.modules.get("inspect_ai") is None:
         return function
     from inspect_ai import task as register
 

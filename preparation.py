@@ -71,6 +71,8 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
     lines.append(f"evaluator: {evaluator}{evaluator_note}")
 
     served = backend.check_model(config.base_model)
+    if served.unchecked:
+        warnings.append(f"whether the service offers {served.name} stayed unchecked: {served.unchecked}")
     if served.stand_in:
         lines.append(
             f"model: {served.name}, for which the local engine serves its own small stand-in: good for testing a loop, "
@@ -143,7 +145,7 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
     if labels:
         lines.append(f"labels: {', '.join(labels)}")
 
-    if config.init_from:
+    if config.init_from and not served.unchecked:
         state = backend.state_info(config.init_from)
         if state.base_model != config.base_model:
             raise ConfigurationError(

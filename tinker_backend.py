@@ -60,11 +60,13 @@ def is_mock(env: Mapping[str, str] = os.environ) -> bool:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a service says of a base model. `stand_in` names the small model that is served in its place, if any."""
+    """What a service says of a base model. `stand_in` names the small model that is served in its place, if any;
+    `unchecked` says why no service was asked."""
 
     name: str
     max_context: int | None = None
     stand_in: str | None = None
+    unchecked: str | None = None
 
 
 @dataclass
@@ -259,6 +261,34 @@ class Backend:
         if self._temp_dir is not None:
             self._temp_dir.cleanup()
             self._temp_dir = None
+
+
+class Unconnected(Backend):
+    """What a dry run has in place of a connection that cannot be had: nothing is asked, and that is said."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("none", "", "")
+        self._reason = reason
+
+    def describe(self) -> str:
+        return "not connected"
+
+    def check_model(self, name: str) -> ServedModel:
+        return ServedModel(name, unchecked=self._reason)
+
+    def _engine_info(self, model: str) -> dict[str, Any] | None:
+        return None
+
+
+@contextlib.contextmanager
+def connect_if_possible(*, adopt: str | None = None, adopt_from: Path | str | None = None) -> Iterator[Backend]:
+    """`connect` for a dry run: without a key, or with a service that does not answer, an `Unconnected`."""
+    with contextlib.ExitStack() as stack:
+        try:
+            backend = stack.enter_context(connect(adopt=adopt, adopt_from=adopt_from))
+        except (ConfigurationError, ServiceError) as err:
+            backend = Unconnected(str(err))
+        yield backend
 
 
 @contextlib.contextmanager

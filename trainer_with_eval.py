@@ -125,7 +125,8 @@ async def run_loop(
                 return await to_the_end(prepared, folder, backend, console=console)
 
     assert config is not None, "run_loop needs a configuration unless it resumes"
-    with tinker_backend.connect(adopt=config.init_from, adopt_from=runs_dir) as backend:
+    open_for_checks = tinker_backend.connect_if_possible if dry_run else tinker_backend.connect
+    with open_for_checks(adopt=config.init_from, adopt_from=runs_dir) as backend:
         prepared = prepare(config, backend)
     run_opening.show_plan(prepared, screen)
     if dry_run:

@@ -457,6 +457,45 @@ def test_without_key_or_mock_nothing_starts(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({}, "TINKER_API_KEY is not set"),
+        ({"TINKER_API_KEY": "tml-key", "TINKER_BASE_URL": "http://127.0.0.1:9"}, "no answer from the Tinker service"),
+    ],
+)
+def test_a_dry_run_without_a_service_checks_the_rest_and_says_what_stayed_unchecked(
+    tmp_path, capsys, monkeypatch, environment, reason
+):
+    monkeypatch.delenv("TINKER_MOCK")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    config = write_config(tmp_path, base_model=str(ROOT / "data" / "base_model"))
+    assert main("--config", config, "--runs-dir", tmp_path / "runs", "--dry-run") == 0
+    shown = capsys.readouterr().out
+    assert f"stayed unchecked: {reason}" in shown
+    assert "trained tokens" in shown
+    assert main("--config", config, "--runs-dir", tmp_path / "runs", "--dry-run", "train_file=gone.jsonl") == 2
+    assert not (tmp_path / "runs").exists()
+
+
+def main_without_inspect(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """The program in an interpreter that cannot import Inspect AI."""
+    code = "import sys; sys.modules['inspect_ai'] = None; import trainer_with_eval as t; sys.exit(t.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_without_inspect_the_built_in_evaluator_serves_and_that_is_announced(tmp_path):
+    config = write_config(tmp_path, evaluation={"evaluator": "inspect", "max_tokens": 12})
+    done = main_without_inspect("--config", config, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "the built-in one, because the inspect-ai package is not installed" in done.stdout
+    with_tasks = main_without_inspect("--config", config, "--dry-run", 'eval_tasks=["inspect_evals/arc_easy"]')
+    assert with_tasks.returncode == 2
+    assert "eval_tasks needs the inspect-ai package" in with_tasks.stderr
+
+
 def test_nothing_to_resume_is_told(tmp_path, capsys):
     assert main("--resume", "--runs-dir", tmp_path / "runs") == 2
     assert str(tmp_path / "runs") in capsys.readouterr().err
