@@ -20,6 +20,7 @@ import contextlib
 import difflib
 import hashlib
 import json
+import logging
 import os
 import tempfile
 import threading
@@ -307,6 +308,8 @@ def connect(
     `ConfigurationError` without a usable key, `ServiceUnavailableError` or `AuthenticationError` within
     `CONNECT_LIMIT_S` seconds when the service does not answer or refuses.
     """
+    # A usage report that the SDK cannot deliver is told with a traceback, which would bury what matters.
+    logging.getLogger("tinker.lib.telemetry").setLevel(logging.CRITICAL)
     backend = _open(engine_dir, env, adopt, adopt_from)
     status = "errored"
     try:
