@@ -2,37 +2,51 @@
 
 A state folder holds one folder per training run, and in it one per checkpoint::
 
-    runs/<model id>/run.json
-    runs/<model id>/weights/<name>/           adapter_config.json, adapter_model.safetensors, optimizer.safetensors,
-    runs/<model id>/sampler_weights/<name>/   checkpoint.json
-    ephemeral/<id>/                           sampler weights without a name; gone when the server starts again
+    runs/<model id>/weights/<name>/            adapter_config.json, adapter_model.safetensors, optimizer.safetensors,
+    runs/<model id>/sampler_weights/<name>/    checkpoint.json
+    runs/<model id>/external_weights/<name>/   as sampler_weights; fetched by URL, neither sampled nor trained here
+    ephemeral/<id>/                            sampler weights without a name; gone when the server starts again
 
-Both kinds are PEFT adapter folders, so `PeftModel.from_pretrained(base, folder)` reads them. A checkpoint is written
+All kinds are PEFT adapter folders, so `PeftModel.from_pretrained(base, folder)` reads them. A checkpoint is written
 into a temporary folder beside its place and renamed: readers see all of it or none. Nothing here reads the tensors.
+`engine_records` keeps the runs' and sessions' own records in the same folder.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from durable_files import fsync_folder, read_json, storage_errors, write_json
+from engine_records import RUN_FILE, EngineRecords, NotRecordedError, encode_name
 from error_handling import CheckpointError, RunLockedError
 
-KINDS = {"weights": "training", "sampler_weights": "sampler"}
+logger = logging.getLogger("mock_tinker")
+
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+# What a checkpoint of each kind is good for.
+USES = {
+    "weights": "training continues from it, and it can be sampled",
+    "sampler_weights": "it holds weights for sampling only",
+    "external_weights": "its files are for download only",
+}
+TRAINED_KINDS = ("weights",)
+SAMPLED_KINDS = ("weights", "sampler_weights")
 INFO_FILE = "checkpoint.json"
-RUN_FILE = "run.json"
 TEMPORARY = ".tmp-"
 REPLACED = ".old-"
 SCHEME = "tinker://"
+# The SDK puts a name into a URL as it is: these would cut it short, and a deletion would hit another checkpoint.
+UNADDRESSABLE = frozenset("/?#%\\")
 
 
 @dataclass(frozen=True)
@@ -90,31 +104,41 @@ class Checkpoint:
             raise CheckpointError(f"{self.info.path} was deleted or replaced since this client was created")
 
 
-def parse_path(path: str) -> tuple[str, str, str]:
+def parse_path(path: Any) -> tuple[str, str, str]:
     """(model id, kind, name) of a `tinker://` path. Raises `CheckpointError`."""
-    parts = path.removeprefix(SCHEME).split("/")
-    if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS or not all(parts):
+    parts = path.removeprefix(SCHEME).split("/") if isinstance(path, str) and path.startswith(SCHEME) else []
+    if len(parts) != 3 or parts[1] not in KINDS or not all(parts):
         raise CheckpointError(
-            f"{path!r} is not the path of a checkpoint; expected tinker://<model id>/<{'|'.join(KINDS)}>/<name>"
+            f"{path!r:.200} is not the path of a checkpoint; expected tinker://<model id>/<{'|'.join(KINDS)}>/<name>"
         )
     return parts[0], parts[1], parts[2]
 
 
 def check_name(name: Any) -> str:
     """`name` when it can name a checkpoint, else `CheckpointError`."""
-    if not isinstance(name, str) or not 0 < len(name) <= 150 or "/" in name or name != name.strip() or name[0] == ".":
+    if (
+        not isinstance(name, str)
+        or not 0 < len(name) <= 150
+        or name != name.strip()
+        or name[0] == "."
+        or not UNADDRESSABLE.isdisjoint(name)
+        or not name.isprintable()
+    ):
         raise CheckpointError(
-            f"{name!r} cannot name a checkpoint: 1 to 150 characters without '/', not starting with '.', no spaces at "
-            "the ends"
+            f"{name!r:.80} cannot name a checkpoint: 1 to 150 printable characters, none of "
+            f"{' '.join(sorted(UNADDRESSABLE))} (they mean something else in a URL), not starting with '.', no spaces "
+            "at the ends"
         )
+    encode_name(name)
     return name
 
 
-class AdapterStore:
-    """The checkpoints under one state folder, which one process holds at a time."""
+class AdapterStore(EngineRecords):
+    """The checkpoints under one state folder, which one process holds at a time. Methods may be called from any
+    thread."""
 
     def __init__(self, state_dir: Path | str) -> None:
-        self.root = Path(state_dir)
+        super().__init__(state_dir)
         self._lock: Any = None
 
     def open(self) -> None:
@@ -152,31 +176,12 @@ class AdapterStore:
         info = _read_info(folder)
         target = self._folder(info.model_id, info.kind, info.name)
         if target.exists():
-            _remove(folder)
+            self._remove(folder)
         else:
             os.replace(folder, target)
 
     def _folder(self, model_id: str, kind: str, name: str) -> Path:
-        return self.root / "runs" / _encode(model_id) / kind / _encode(name)
-
-    def add_run(self, model_id: str, run: dict[str, Any]) -> None:
-        """Record a training run, so that it is listed after a restart as well."""
-        folder = self.root / "runs" / _encode(model_id)
-        with storage_errors(folder, "write to"):
-            folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / RUN_FILE, {"model_id": model_id, **run})
-
-    def runs(self) -> list[dict[str, Any]]:
-        """Every recorded training run, newest first."""
-        found = [read_json(path) for path in self.root.glob(f"runs/*/{RUN_FILE}")]
-        return sorted(found, key=lambda run: run.get("created", 0.0), reverse=True)
-
-    def find_run(self, model_id: str) -> dict[str, Any]:
-        """The record of one training run. Raises `CheckpointError`."""
-        path = self.root / "runs" / _encode(model_id) / RUN_FILE
-        if not path.is_file():
-            raise CheckpointError(f"there is no training run {model_id!r} in {self.root}")
-        return read_json(path)
+        return self._run_folder(model_id) / kind / encode_name(name)
 
     def save(self, info: CheckpointInfo, write: Callable[[Path], None], *, overwrite: bool) -> Checkpoint:
         """Make a checkpoint: `write(folder)` fills a temporary folder, which then takes its place in one rename.
@@ -184,7 +189,8 @@ class AdapterStore:
         Raises `CheckpointError` when the name is taken and `overwrite` is false, `StorageError` when the disk refuses.
         """
         folder = self._folder(info.model_id, info.kind, check_name(info.name))
-        if folder.exists() and not overwrite and not _expired(_read_info(folder)):
+        there = None if overwrite else self._look(folder)
+        if there is not None and not _expired(there):
             raise CheckpointError(f"{info.path} exists already; choose another name, or save with overwrite=True")
         return self._write(folder, info, write)
 
@@ -212,30 +218,49 @@ class AdapterStore:
                 for path in temporary.iterdir():
                     _fsync_file(path)
                 fsync_folder(temporary)
-                if folder.exists():
-                    os.replace(folder, replaced)
-                os.replace(temporary, folder)
+                with self._changes:
+                    if folder.exists():
+                        os.replace(folder, replaced)
+                    try:
+                        os.replace(temporary, folder)
+                    except OSError:
+                        if replaced.exists():
+                            os.replace(replaced, folder)
+                        raise
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
             fsync_folder(folder.parent)
             if replaced.exists():
-                _remove(replaced)
+                self._remove(replaced)
         return Checkpoint(folder, info)
 
-    def find(self, path: str) -> Checkpoint:
-        """The checkpoint at a `tinker://` path. Raises `CheckpointError` when it is not there or its life is over."""
+    def find(self, path: Any, kinds: Collection[str] = KINDS) -> Checkpoint:
+        """The checkpoint at a `tinker://` path.
+
+        Raises `NotRecordedError` when it is not there or its life is over, `CheckpointError` when it is of none of
+        `kinds` or the path is none.
+        """
         model_id, kind, name = parse_path(path)
         folder = self._folder(model_id, kind, name)
-        if not (folder / INFO_FILE).is_file():
+        info = self._look(folder)
+        if info is None:
             there = [info.path for info in self.list(model_id)]
             hint = f"this run has {', '.join(there[-8:])}" if there else "this run has none"
-            raise CheckpointError(f"there is no checkpoint {path} in {self.root}; {hint}")
-        info = _read_info(folder)
+            raise NotRecordedError(f"there is no checkpoint {path} in {self.root}; {hint}")
         if _expired(info):
-            _remove(folder)
-            raise CheckpointError(f"the checkpoint {path} has expired and is gone")
+            self._remove_expired(folder)
+            raise NotRecordedError(f"the checkpoint {path} has expired and is gone")
+        if kind not in kinds:
+            raise CheckpointError(
+                f"{path}: {USES[kind]}; what is asked for needs a path with /{'/ or /'.join(kinds)}/ in it"
+            )
         return Checkpoint(folder, info)
+
+    def _look(self, folder: Path) -> CheckpointInfo | None:
+        # While a checkpoint takes another's place there is for a moment neither.
+        with self._changes:
+            return _read_info(folder) if (folder / INFO_FILE).is_file() else None
 
     def adopt(self, checkpoint: Checkpoint) -> None:
         """Copy a checkpoint that another state folder holds, under the same path; one that is here already stays."""
@@ -243,71 +268,93 @@ class AdapterStore:
         folder = self._folder(info.model_id, info.kind, info.name)
         if folder.exists():
             return
-
-        def copy(target: Path) -> None:
-            for path in checkpoint.folder.iterdir():
-                if path.name != INFO_FILE:
-                    shutil.copy(path, target / path.name)
-
-        self._write(folder, info, copy)
+        self._write(folder, info, partial(_share_files, checkpoint.folder))
         run = checkpoint.folder.parent.parent / RUN_FILE
         if run.is_file() and not (folder.parent.parent / RUN_FILE).exists():
             write_json(folder.parent.parent / RUN_FILE, read_json(run))
 
+    def copy(self, source: Checkpoint, model_id: str, expires_at: float | None) -> Checkpoint:
+        """Give a checkpoint a second place, under another run; what is there already under that path stays.
+
+        The files are shared, so it costs no space. Raises `CheckpointError` when `source` is gone by now.
+        """
+        copied = replace(source.info, model_id=model_id, created=time.time(), expires_at=expires_at, public=False)
+        folder = self._folder(model_id, copied.kind, copied.name)
+        with self._changes:
+            if (folder / INFO_FILE).is_file():
+                return Checkpoint(folder, _read_info(folder))
+            source.check()
+            return self._write(folder, copied, partial(_share_files, source.folder))
+
     def list(self, model_id: str | None = None) -> list[CheckpointInfo]:
         """Checkpoints of one run, or of all, oldest first. Those whose life is over are removed instead."""
-        run = _encode(model_id) if model_id is not None else "*"
-        found = []
-        for kind in KINDS:
-            for path in self.root.glob(f"runs/{_escape(run, model_id)}/{kind}/*/{INFO_FILE}"):
-                if path.parent.name.startswith((TEMPORARY, REPLACED)):
-                    continue
-                info = _read_info(path.parent)
-                if _expired(info):
-                    _remove(path.parent)
-                else:
-                    found.append(info)
+        run = "*" if model_id is None else encode_name(model_id)
+        found: list[CheckpointInfo] = []
+        for folder in self.root.glob(f"runs/{run}"):
+            found += self._list(folder)
         return sorted(found, key=lambda info: info.created)
 
+    def _list(self, run: Path) -> tuple[CheckpointInfo, ...]:
+        found: list[CheckpointInfo] = []
+        # A run at a time: a checkpoint that is being replaced is in the list, and savers hardly wait.
+        with self._changes:
+            for path in run.glob(f"*/*/{INFO_FILE}"):
+                if path.parts[-3] not in KINDS or path.parent.name.startswith((TEMPORARY, REPLACED)):
+                    continue
+                try:
+                    info = self._look(path.parent)
+                except CheckpointError as err:
+                    # One damaged record must not hide all the others.
+                    logger.warning("%s", err)
+                    continue
+                if info is not None:
+                    found.append(info)
+        expired = [info for info in found if _expired(info)]
+        for info in expired:
+            self._remove_expired(self._folder(info.model_id, info.kind, info.name))
+        return tuple(info for info in found if info not in expired)
+
     def delete(self, path: str) -> None:
-        """Remove a checkpoint. Raises `CheckpointError` when it is not there."""
+        """Remove a checkpoint. Raises `NotRecordedError` when it is not there."""
         checkpoint = self.find(path)
         with storage_errors(checkpoint.folder, "delete"):
-            _remove(checkpoint.folder)
+            self._remove(checkpoint.folder)
 
     def update(self, path: str, **changes: Any) -> None:
         """Change fields of a checkpoint's record (`public`, `expires_at`)."""
-        checkpoint = self.find(path)
-        write_json(checkpoint.folder / INFO_FILE, asdict(replace(checkpoint.info, **changes)))
+        with self._changes:
+            checkpoint = self.find(path)
+            write_json(checkpoint.folder / INFO_FILE, asdict(replace(checkpoint.info, **changes)))
 
-    def add_session(self, session_id: str, session: dict[str, Any]) -> None:
-        """Record a client's session."""
-        folder = self.root / "sessions"
-        with storage_errors(folder, "write to"):
-            folder.mkdir(exist_ok=True)
-        write_json(folder / f"{_encode(session_id)}.json", {"session_id": session_id, **session})
+    def _remove_expired(self, folder: Path) -> None:
+        with self._changes:
+            # Another one may have taken its name meanwhile.
+            info = self._look(folder)
+            if info is not None and _expired(info):
+                self._remove(folder)
 
-    def sessions(self) -> Iterator[dict[str, Any]]:
-        """Recorded sessions, newest first."""
-        found = [read_json(path) for path in self.root.glob("sessions/*.json")]
-        yield from sorted(found, key=lambda session: session.get("created", 0.0), reverse=True)
-
-
-def _encode(name: str) -> str:
-    """`name` as a file name that every system takes ("a:b" becomes "a%3Ab")."""
-    return quote(name, safe=" ")
-
-
-def _escape(run: str, model_id: str | None) -> str:
-    # Only "*" of our own may act as a pattern; a quoted name holds no other pattern character.
-    return run if model_id is None else run.replace("[", "[[]")
+    def _remove(self, folder: Path) -> None:
+        # Renamed first, so that a kill half way leaves nothing that looks like a checkpoint.
+        doomed = folder.with_name(TEMPORARY + secrets.token_hex(4))
+        with self._changes:
+            if not folder.exists():  # another thread was faster
+                return
+            os.replace(folder, doomed)
+        shutil.rmtree(doomed)
 
 
-def _remove(folder: Path) -> None:
-    # Renamed first, so that a kill half way leaves nothing that looks like a checkpoint.
-    doomed = folder.with_name(TEMPORARY + secrets.token_hex(4))
-    os.replace(folder, doomed)
-    shutil.rmtree(doomed)
+def _share_files(source: Path, target: Path) -> None:
+    # The files of a checkpoint are never written to again, so two checkpoints may be one file on the disk.
+    for path in checkpoint_files(source):
+        try:
+            os.link(path, target / path.name)
+        except OSError:
+            shutil.copy(path, target / path.name)
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The adapter's files in a checkpoint's folder, without the store's own record."""
+    return sorted(path for path in folder.iterdir() if path.name != INFO_FILE and not path.name.startswith("."))
 
 
 def _expired(info: CheckpointInfo) -> bool:

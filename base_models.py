@@ -77,8 +77,12 @@ def resolve_base_model(name: str) -> BaseModel:
         return _describe(name, smollm2_folder(), stand_in=False)
     if name.split(":", 1)[0] in table_names():
         return _describe(name, STAND_IN, stand_in=True)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(name).expanduser()
+        is_folder = folder.is_dir()
+    except (OSError, RuntimeError) as err:  # too long for a path, or a home folder of nobody
+        raise ConfigurationError(f"base_model: {name!r} names no folder: {err}") from err
+    if is_folder:
         check_model_folder(folder)
         return _describe(name, folder, stand_in=False)
     if name.startswith((".", "~", os.sep)) or folder.is_absolute():

@@ -27,15 +27,20 @@ async def ask_checkpoint(
     round: int,
     model_path: str | None,
     name: str,
+    state_path: str | None = None,
 ) -> EvaluationResult:
     """Evaluate the sampler weights at `model_path` (None: the untouched base model) as `round` of the run.
+
+    `state_path` is their saved state, where an earlier process saved both: see `Backend.create_sampling_client`.
 
     Each sample is in the run folder before the next is counted; those of an interrupted attempt are not asked again.
     Raises `EvaluationError` when too many fail: then there is no score.
     """
     settings = prepared.config.evaluation
     sampling_client = await backend.create_sampling_client(
-        model_path=model_path, base_model=None if model_path else prepared.config.base_model
+        model_path=model_path,
+        base_model=None if model_path else prepared.config.base_model,
+        state_path=state_path,
     )
     sampler = chat_sampler.ChatSampler(
         sampling_client,

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import secrets
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -18,37 +19,41 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapter_store import AdapterSpec, AdapterStore, Checkpoint, CheckpointInfo, check_name
-from error_handling import CheckpointError
-from request_queue import Reply, RequestQueue, failed
-from wire_format import (
-    RequestError,
-    SampleRequest,
-    decode_forward_backward,
-    decode_sample,
-    encode_forward_backward,
-    encode_sample,
+from adapter_store import (
+    SAMPLED_KINDS,
+    TRAINED_KINDS,
+    AdapterSpec,
+    AdapterStore,
+    Checkpoint,
+    CheckpointInfo,
+    check_name,
 )
+from age_export import encrypt_files, parse_recipients
+from engine_models import ServedModels
+from engine_sessions import Sampler, SessionBook, session_of
+from error_handling import EvalLoopError
+from queued_request import USER_ERRORS, Reply
+from queued_samples import QueuedSamples
+from request_fields import check_optimizer, expiry, metadata_of, number_of, object_of, text_of
+from request_queue import RequestQueue
+from running_batch import RunningBatch
+from sample_format import SampleRequest, decode_sample
+from wire_format import RequestError, decode_forward_backward, encode_forward_backward
 
 if TYPE_CHECKING:
-    from base_models import BaseModel
+    from custom_losses import CustomLoss
+    from fault_plan import FaultPlan
     from local_model import Adapter, LocalModel
 
 logger = logging.getLogger("mock_tinker")
 
-# A session whose client has neither asked nor sent a heartbeat (one every 10 s) for so long is over.
-SESSION_IDLE_S = 3600.0
-TTL_RANGE_S = (1, 10 * 366 * 86400)
-
-
-@dataclass
-class Session:
-    """A client's session: what belongs to it is let go when it ends."""
-
-    session_id: str
-    last_seen: float
-    model_ids: list[str] = field(default_factory=list)
-    sampler_ids: list[str] = field(default_factory=list)
+# How often is looked for sessions, replies and checkpoints whose time is over.
+TIDY_S = 60.0
+SAVE_CALLS = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
 
 
 @dataclass
@@ -60,15 +65,9 @@ class TrainingRun:
     model: LocalModel
     adapter: Adapter
     saves: int = 0
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """Where a sampling session samples from: a checkpoint, or the base model itself."""
-
-    base_model: str
-    model_path: str | None
-    checkpoint: Checkpoint | None
+    # Samplers that follow the newest weights published for them, and the last two weights published.
+    inflight: list[str] = field(default_factory=list)
+    published: list[Checkpoint] = field(default_factory=list)
 
 
 class LocalEngine:
@@ -79,20 +78,19 @@ class LocalEngine:
     ) -> None:
         self.store = AdapterStore(state_dir)
         self.queue = RequestQueue(self._run_samples)
-        self.threads = threads or os.cpu_count() or 1
-        self.device = device
-        self.sessions: dict[str, Session] = {}
+        self.models = ServedModels(
+            models, threads=threads or os.cpu_count() or 1, device=device, should_stop=self.queue.stopping.is_set
+        )
+        self.book = SessionBook(self.store)
         self.runs: dict[str, TrainingRun] = {}
-        self.samplers: dict[str, Sampler] = {}
-        self._offered = list(models)
-        self._bases: dict[str, BaseModel] = {}
-        self._loaded: dict[str, LocalModel] = {}
-        self._announced: set[str] = set()
+        self.faults: FaultPlan | None = None
+        self._listing_due = 0.0
 
     def start(self) -> None:
         """Take the state folder and start the thread. Raises `RunLockedError`, `StorageError`."""
         self.store.open()
         self.queue.start()
+        threading.Thread(target=self._tidy, name="tinker-tidy", daemon=True).start()
 
     def stop(self) -> None:
         """End the thread after its current step and give the state folder back."""
@@ -101,62 +99,36 @@ class LocalEngine:
 
     # What follows answers at once, on the server's threads.
 
-    def resolve_now(self, name: str) -> BaseModel:
-        """The base model behind `name`. Raises `ConfigurationError` (a `ValueError`) listing the choices."""
-        import base_models
-
-        if self._offered and name not in self._offered:
-            raise RequestError(f"this server offers {', '.join(self._offered)}; not {name!r}")
-        if name not in self._bases:
-            base = base_models.resolve_base_model(name)
-            config = json.loads((base.folder / "config.json").read_text(encoding="utf-8"))
-            self._bases[name] = replace(base, max_context=_context_length(base.max_context, config))
-        return self._bases[name]
-
-    def capabilities_now(self) -> list[dict[str, Any]]:
-        """Models offered, with their context length where finding it out costs nothing."""
-        import base_models
-
-        models = []
-        for name in self._offered or base_models.available_models():
-            # Resolving the model from the wheel may convert it first, which takes many seconds.
-            known = name in self._bases or name != base_models.SMOLLM2_NAME
-            context = self.resolve_now(name).max_context if known else None
-            models.append({"model_name": name, "max_context_length": context, "trainable": True, "sampleable": True})
-        return models
-
-    def create_session_now(self, body: Mapping[str, Any]) -> str:
-        """Open a session and return its id, unique over restarts."""
-        self._end_idle_sessions()
-        session_id = str(uuid.uuid4())
-        self.sessions[session_id] = Session(session_id, time.monotonic())
-        kept = {key: body.get(key) for key in ("tags", "user_metadata", "sdk_version", "display_name")}
-        self.store.add_session(session_id, {"created": time.time(), **kept})
-        return session_id
-
-    def heartbeat_now(self, session_id: str) -> bool:
-        """Note that a client is alive; False when there is no such session."""
-        session = self.sessions.get(session_id)
-        if session is not None:
-            session.last_seen = time.monotonic()
-        return session is not None
-
     def finish_session_now(self, session_id: str) -> None:
-        """End a session: its models leave memory (checkpoints stay), its nameless samplers leave the disk."""
-        session = self.sessions.pop(session_id, None)
-        if session is None:
+        """End a session: its models and samplers leave memory, its nameless samplers the disk; checkpoints stay."""
+        ended = self.book.end(session_id)
+        if ended is None:
             return
+        session, checkpoints = ended
         for model_id in session.model_ids:
-            self.queue.submit(f"{model_id}:end", None, partial(self._drop_run, model_id))
-        for sampler_id in session.sampler_ids:
-            sampler = self.samplers.pop(sampler_id, None)
-            if sampler is not None and sampler.checkpoint is not None and sampler.model_path is None:
-                self.queue.submit(f"{sampler_id}:end", None, partial(self._drop_sampler, sampler.checkpoint))
+            self.queue.post(partial(self._drop_run, model_id))
+        for checkpoint in checkpoints:
+            self.queue.post(partial(self._drop_sampled, checkpoint, checkpoint in session.nameless))
 
-    def _end_idle_sessions(self) -> None:
-        limit = time.monotonic() - SESSION_IDLE_S
-        for session in [session for session in self.sessions.values() if session.last_seen < limit]:
+    def _tidy(self) -> None:
+        while not self.queue.stopping.wait(TIDY_S):
+            self.tidy_now()
+
+    def tidy_now(self) -> None:
+        """Let go of what nobody has asked for long enough: idle sessions, old replies, checkpoints past their life."""
+        for session in self.book.idle():
+            logger.info("session %s: nothing heard of its client for long, it has ended", session.session_id)
             self.finish_session_now(session.session_id)
+        self.queue.sweep()
+        started = time.monotonic()
+        if started < self._listing_due:
+            return
+        try:
+            self.store.list()
+        except (EvalLoopError, OSError) as error:
+            logger.warning("checkpoints past their life could not be removed: %s", error)
+        # There may be very many: a hundredth of the time goes into reading their records.
+        self._listing_due = time.monotonic() + 100 * (time.monotonic() - started)
 
     def _drop_run(self, model_id: str) -> Reply:
         run = self.runs.pop(model_id, None)
@@ -165,129 +137,136 @@ class LocalEngine:
             run.model.drop_adapter(run.adapter)
         return Reply({})
 
-    def _drop_sampler(self, checkpoint: Checkpoint) -> Reply:
-        self.store.remove_ephemeral(checkpoint)
+    def _drop_sampled(self, checkpoint: Checkpoint, is_nameless: bool) -> Reply:
+        """Take a checkpoint that no sampler needs any more out of memory, and a nameless one off the disk."""
+        if all(sampler.checkpoint != checkpoint for sampler in list(self.book.samplers.values())):
+            for model in self.models.loaded.values():
+                model.drop_sampler(checkpoint)
+        if is_nameless:
+            self.store.remove_ephemeral(checkpoint)
         return Reply({})
 
     def create_sampler_now(self, body: Mapping[str, Any]) -> str:
         """Open a sampling session. Raises `RequestError`, `CheckpointError`, `ConfigurationError`."""
-        session_id = _text(body, "session_id")
+        session_id, seq = text_of(body, "session_id"), number_of(body, "sampling_session_seq_id", 0)
+        self.book.alive(session_id)
         path, base_model = body.get("model_path"), body.get("base_model")
-        checkpoint = self.store.find(path) if path else None
+        checkpoint = self.store.find(path, SAMPLED_KINDS) if path else None
         if checkpoint is not None:
             base_model = checkpoint.info.spec.base_model
         if not base_model:
             raise RequestError("give base_model or model_path: there is nothing to sample from")
-        self.resolve_now(base_model)
-        return self._add_sampler(session_id, body.get("sampling_session_seq_id"), Sampler(base_model, path, checkpoint))
+        self.models.resolve_now(base_model)
+        return self.book.add_sampler(session_id, seq, Sampler(base_model, path, checkpoint))
 
-    def _add_sampler(self, session_id: str, seq: Any, sampler: Sampler) -> str:
-        sampler_id = f"{session_id}:sample:{seq if seq is not None else secrets.token_hex(4)}"
-        self.samplers[sampler_id] = sampler
-        if session_id in self.sessions and sampler_id not in self.sessions[session_id].sampler_ids:
-            self.sessions[session_id].sampler_ids.append(sampler_id)
-        return sampler_id
+    def submit_custom_loss(self, body: Mapping[str, Any]) -> str:
+        """Queue keeping a client's own loss for its session."""
+        session_id, number = text_of(body, "session_id"), body.get("custom_loss_seq_id")
+
+        def job() -> Reply:
+            from custom_losses import build_custom_loss
+
+            if session_id not in self.book.sessions:
+                raise RequestError(f"there is no session {session_id}; it ended, or the server was restarted")
+            loss_id = f"{session_id}:loss:{number}"
+            self.book.sessions[session_id].custom_losses[loss_id] = build_custom_loss(body)
+            return Reply({"type": "create_custom_loss", "loss_id": loss_id})
+
+        return self.queue.submit(f"{session_id}:loss", number if isinstance(number, int) else None, job)
+
+    def _find_custom_loss(self, model_id: str, loss_id: str) -> CustomLoss:
+        session = self.book.sessions.get(session_of(model_id))
+        if session is None or loss_id not in session.custom_losses:
+            raise RequestError(
+                f"there is no custom loss {loss_id!r} in this session; create it with create_custom_loss"
+            )
+        return session.custom_losses[loss_id]
 
     # What follows queues a request and returns its id.
 
     def submit_create_model(self, body: Mapping[str, Any]) -> tuple[str, str]:
         """Queue the creation of a model; returns (request id, model id)."""
         model_id = self._new_model_id(body)
+        job = partial(self._create_model, model_id, body)
         self.queue.open_stream(model_id)
-        return self.queue.submit(model_id, 0, lambda: self._create_model(model_id, body)), model_id
+        return self.queue.submit(model_id, 0, self._planned("create_model", job)), model_id
 
     def submit_load_weights(self, body: Mapping[str, Any]) -> tuple[str, str]:
         """Queue loading a checkpoint into a model that exists, or (session and number given) into a new one."""
         if body.get("model_id"):
-            model_id = _text(body, "model_id")
-            return self.submit(body, lambda: self._load_weights(model_id, body)), model_id
+            model_id = text_of(body, "model_id")
+            return self.submit("load_weights", body, partial(self._load_weights, model_id, body)), model_id
         model_id = self._new_model_id(body)
+        job = partial(self._create_from_checkpoint, model_id, body)
         self.queue.open_stream(model_id)
-        return self.queue.submit(model_id, 0, lambda: self._create_from_checkpoint(model_id, body)), model_id
+        return self.queue.submit(model_id, 0, self._planned("load_weights", job)), model_id
 
     def _new_model_id(self, body: Mapping[str, Any]) -> str:
-        session_id = _text(body, "session_id")
-        number = body.get("model_seq_id")
-        if not isinstance(number, int):
-            raise RequestError("model_seq_id must be an integer")
-        return f"{session_id}:train:{number}"
+        session_id, number = text_of(body, "session_id"), number_of(body, "model_seq_id", 0)
+        if number is None:
+            raise RequestError("model_seq_id is missing: it numbers the session's models from 0 on")
+        model_id = f"{session_id}:train:{number}"
+        with self.book.guard:
+            session = self.book.alive(session_id)
+            if model_id not in session.model_ids:
+                session.model_ids.append(model_id)
+        return model_id
 
-    def submit(self, body: Mapping[str, Any], job: Callable[[], Reply]) -> str:
-        """Queue `job` at its place among the requests of the model that `body` names."""
-        seq = body.get("seq_id")
-        return self.queue.submit(_text(body, "model_id"), seq if isinstance(seq, int) else None, job)
+    def submit(self, call: str, body: Mapping[str, Any], job: Callable[[], Reply]) -> str:
+        """Queue `job`, which serves `call`, at its place among the requests of the model that `body` names."""
+        model_id, number = text_of(body, "model_id"), number_of(body, "seq_id", 1)
+        self.book.heartbeat_now(model_id)
+        return self.queue.submit(model_id, number, self._planned(call, job))
+
+    def _planned(self, call: str, job: Callable[[], Reply]) -> Callable[[], Reply]:
+        return job if self.faults is None else self.faults.guard(call, job)
 
     def submit_forward_backward(self, message: Any) -> str:
         """Queue a parsed protobuf request; what is wrong with its data fails it when its turn comes."""
 
         def job() -> Reply:
             run = self._run(message.model_id)
-            logprobs, metrics = run.model.forward_backward(run.adapter, decode_forward_backward(message))
+            batch = decode_forward_backward(message, partial(self._find_custom_loss, message.model_id))
+            logprobs, metrics = run.model.forward_backward(run.adapter, batch)
             return Reply(encode_forward_backward(logprobs, metrics))
 
-        return self.queue.submit(message.model_id, message.seq_id or None, job)
+        body = {"model_id": message.model_id, "seq_id": message.seq_id or None}
+        return self.submit("forward_backward", body, job)
 
     def submit_optim_step(self, body: Mapping[str, Any]) -> str:
         """Queue an optimizer step."""
 
         def job() -> Reply:
-            run = self._run(_text(body, "model_id"))
-            params = body.get("adam_params") or body.get("optimizer_params") or body.get("optim_params") or {}
-            return Reply({"metrics": run.model.optim_step(run.adapter, params)})
+            run = self._run(text_of(body, "model_id"))
+            sent = [body[name] for name in ("adam_params", "optimizer_params", "optim_params") if name in body]
+            if not sent or not isinstance(sent[0], dict):
+                raise RequestError("adam_params is missing, or no object")
+            return Reply({"metrics": run.model.optim_step(run.adapter, sent[0])})
 
-        return self.submit(body, job)
+        return self.submit("optim_step", body, job)
 
     def submit_save(self, body: Mapping[str, Any], kind: str) -> str:
-        """Queue saving a model's state (kind "weights") or its weights for sampling ("sampler_weights")."""
-        return self.submit(body, lambda: self._save(body, kind))
+        """Queue saving a model as a checkpoint of `kind`."""
+        return self.submit(SAVE_CALLS[kind], body, partial(self._save, body, kind))
 
     def submit_sample(self, body: Mapping[str, Any]) -> tuple[str, list[str]]:
         """Queue a sampling request; returns its id and the ids of its sequences."""
-        sampler_id, seq = body.get("sampling_session_id"), body.get("seq_id")
-        stem = f"{sampler_id}:{seq}" if sampler_id and seq is not None else f"sample:{uuid.uuid4().hex}"
-        count = body.get("num_samples", 1)
-        sequence_ids = [f"{stem}:{index}" for index in range(count if isinstance(count, int) else 0)]
+        stem = f"sample:{uuid.uuid4().hex}"
         try:
-            sampler = self._find_sampler(body)
+            seq = number_of(body, "seq_id", 0)
+            if body.get("sampling_session_id"):
+                sampler_id = text_of(body, "sampling_session_id")
+                self.book.heartbeat_now(sampler_id)
+                stem = f"{sampler_id}:{seq}" if seq is not None else stem
+            sampler = self.book.find_sampler(body)
             request = decode_sample(body)
-        except (RequestError, CheckpointError, ValueError) as error:
-            return self.queue.submit_failed(stem, None, error), sequence_ids
+        except USER_ERRORS as error:
+            return self.queue.submit_failed(stem, None, error), []
         group = sampler.checkpoint.key if sampler.checkpoint else sampler.base_model
+        sequence_ids = [f"{stem}:{index}" for index in range(request.num_samples)]
         return self.queue.submit_sample(group, stem, (sampler, request)), sequence_ids
 
-    def _find_sampler(self, body: Mapping[str, Any]) -> Sampler:
-        sampler_id = body.get("sampling_session_id")
-        if sampler_id:
-            if sampler_id not in self.samplers:
-                raise RequestError(f"there is no sampling session {sampler_id}; it ended, or the server was restarted")
-            return self.samplers[sampler_id]
-        path = body.get("model_path")
-        if path:
-            checkpoint = self.store.find(path)
-            return Sampler(checkpoint.info.spec.base_model, path, checkpoint)
-        return Sampler(_text(body, "base_model"), None, None)
-
     # What follows runs on the engine's thread.
-
-    def _model(self, name: str) -> LocalModel:
-        base = self.resolve_now(name)
-        key = str(base.folder)
-        if key not in self._loaded:
-            import torch
-
-            from local_model import LocalModel
-
-            # The order in which sums are formed depends on the number of threads, so it is fixed.
-            torch.set_num_threads(self.threads)
-            started = time.monotonic()
-            model = LocalModel(base.folder, max_context=base.max_context, device=self.device)
-            model.should_stop = self.queue.stopping.is_set
-            self._loaded[key] = model
-            logger.info("loaded %s from %s in %.1f s", name, base.folder, time.monotonic() - started)
-        if base.stand_in and name not in self._announced:
-            self._announced.add(name)
-            logger.info("%s is served by the small stand-in model in %s", name, base.folder)
-        return self._loaded[key]
 
     def _run(self, model_id: str) -> TrainingRun:
         run = self.runs.get(model_id)
@@ -299,23 +278,21 @@ class LocalEngine:
         return run
 
     def _create_model(self, model_id: str, body: Mapping[str, Any]) -> Reply:
-        lora = body.get("lora_config") or {}
-        rank, seed = lora.get("rank", 32), lora.get("seed")
-        if not isinstance(rank, int):
-            raise RequestError(f"lora_config.rank is {rank!r}; it must be an integer")
-        kind = (body.get("optimizer_config") or {}).get("type", "adamw")
-        if kind != "adamw":
-            raise RequestError(f"the optimizer {kind!r} is not supported; this engine has adamw")
-        base_model = _text(body, "base_model")
+        lora = object_of(body, "lora_config")
+        rank, seed = number_of(lora, "rank"), number_of(lora, "seed")
+        trained = {name: lora.get(name, True) for name in ("train_attn", "train_mlp", "train_unembed")}
+        for name, value in trained.items():
+            if not isinstance(value, bool):
+                raise RequestError(f"lora_config.{name} is {value!r}; it must be true or false")
+        check_optimizer(body)
+        base_model = text_of(body, "base_model")
         spec = AdapterSpec(
             base_model=base_model,
-            rank=rank,
-            seed=seed if isinstance(seed, int) else secrets.randbits(31),
-            train_attn=lora.get("train_attn", True),
-            train_mlp=lora.get("train_mlp", True),
-            train_unembed=lora.get("train_unembed", True),
+            rank=32 if rank is None else rank,
+            seed=secrets.randbits(31) if seed is None else seed,
+            **trained,
         )
-        model = self._model(base_model)
+        model = self.models.load(base_model)
         if spec.train_unembed and model.is_tied:
             logger.info("%s: the output layer is tied to the input embedding and stays frozen", base_model)
         self._add_run(model_id, spec, body, model, model.create_adapter(spec))
@@ -325,9 +302,7 @@ class LocalEngine:
         self, model_id: str, spec: AdapterSpec, body: Mapping[str, Any], model: LocalModel, adapter: Adapter
     ) -> None:
         self.runs[model_id] = TrainingRun(model_id, spec.base_model, model, adapter)
-        session_id = model_id.rsplit(":train:", 1)[0]
-        if session_id in self.sessions:
-            self.sessions[session_id].model_ids.append(model_id)
+        session_id = session_of(model_id)
         record = {
             "base_model": spec.base_model,
             "lora_rank": spec.rank,
@@ -339,13 +314,14 @@ class LocalEngine:
 
     def _create_from_checkpoint(self, model_id: str, body: Mapping[str, Any]) -> Reply:
         checkpoint = self._training_checkpoint(body)
+        check_optimizer(body)
         spec = checkpoint.info.spec
         other = body.get("base_model")
-        if other and self.resolve_now(other).folder != self.resolve_now(spec.base_model).folder:
+        if other and self.models.resolve_now(other).folder != self.models.resolve_now(spec.base_model).folder:
             raise RequestError(
                 f"{checkpoint.info.path} was trained over {spec.base_model}, it cannot continue over {other}"
             )
-        model = self._model(spec.base_model)
+        model = self.models.load(spec.base_model)
         adapter = model.create_adapter(spec)
         try:
             model.load_adapter(adapter, checkpoint, optimizer=bool(body.get("optimizer")))
@@ -362,23 +338,18 @@ class LocalEngine:
         return Reply({"path": checkpoint.info.path, "model_id": model_id, "type": "load_weights"})
 
     def _training_checkpoint(self, body: Mapping[str, Any]) -> Checkpoint:
-        checkpoint = self.store.find(_text(body, "path"))
-        if checkpoint.info.kind != "weights":
-            raise CheckpointError(
-                f"{checkpoint.info.path} holds weights for sampling only; training continues from a path with "
-                "/weights/ in it, as save_state returns"
-            )
-        return checkpoint
+        return self.store.find(text_of(body, "path"), TRAINED_KINDS)
 
     def _save(self, body: Mapping[str, Any], kind: str) -> Reply:
-        run = self._run(_text(body, "model_id"))
+        run = self._run(text_of(body, "model_id"))
         model, adapter = run.model, run.adapter
         name = body.get("path")
         nameless = name is None and kind == "sampler_weights"
-        if not nameless and name is None:
+        if kind == "weights" and name is None:
             run.saves += 1
             name = f"checkpoint-{adapter.step:06d}-{run.saves}"
         is_state = kind == "weights"
+        recipients = parse_recipients(body.get("age_encryption_recipients")) if kind == "external_weights" else []
         info = CheckpointInfo(
             model_id=run.model_id,
             kind=kind,
@@ -389,45 +360,57 @@ class LocalEngine:
             optimizer_steps=adapter.optimizer_steps if is_state else 0,
             created=time.time(),
             expires_at=expiry(body.get("ttl_seconds")),
-            user_metadata=body.get("user_metadata"),
+            user_metadata=metadata_of(body),
         )
 
         def write(folder: Path) -> None:
             model.save_adapter(adapter, folder, optimizer=is_state)
+            if recipients:
+                encrypt_files(folder, recipients)
 
         if nameless:
             checkpoint = self.store.save_ephemeral(replace(info, expires_at=None), write)
-            session_id = run.model_id.rsplit(":train:", 1)[0]
-            sampler = Sampler(run.base_model, None, checkpoint)
-            sampler_id = self._add_sampler(session_id, body.get("sampling_session_seq_id"), sampler)
+            sampler_id = self._publish(run, checkpoint, body)
             return Reply({"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"})
-        # Sampler weights have no overwrite flag in the API: a name used again is replaced.
+        # Only a saved state has an overwrite flag in the API: of the other kinds a name used again is replaced.
         checkpoint = self.store.save(info, write, overwrite=bool(body.get("overwrite")) or not is_state)
-        return Reply({"path": checkpoint.info.path, "type": f"save_{kind}" if is_state else "save_weights_for_sampler"})
+        return Reply({"path": checkpoint.info.path, "type": SAVE_CALLS[kind]})
 
-    def _run_samples(self, group: str, items: Sequence[tuple[Sampler, SampleRequest]]) -> list[Reply]:
-        replies: list[Reply | None] = [None] * len(items)
-        model = self._model(items[0][0].base_model)
-        sound = []
-        for index, (_, request) in enumerate(items):
-            try:
-                model.check_sample(request)
-                sound.append(index)
-            except RequestError as error:
-                replies[index] = failed(error)
-        if sound:
-            checkpoint = items[0][0].checkpoint
-            requests = [items[index][1] for index in sound]
-            for index, result in zip(sound, model.sample(checkpoint, requests), strict=True):
-                replies[index] = Reply(encode_sample(result))
-        return [reply for reply in replies if reply is not None]
+    def _publish(self, run: TrainingRun, checkpoint: Checkpoint, body: Mapping[str, Any]) -> str:
+        """Open a sampler over nameless weights; of kind "inflight", the run's earlier ones take the new weights too."""
+        session_id = session_of(run.model_id)
+        session = self.book.alive(session_id)
+        session.nameless.append(checkpoint)
+        sampler = Sampler(run.base_model, None, checkpoint)
+        sampler_id = self.book.add_sampler(session_id, number_of(body, "sampling_session_seq_id", 0), sampler)
+        if body.get("kind") == "inflight":
+            run.inflight = [*(other for other in run.inflight if other in self.book.samplers), sampler_id]
+            self.book.samplers.update(dict.fromkeys(run.inflight, sampler))
+            run.published.append(checkpoint)
+            # Requests that wait still name the weights before these.
+            while len(run.published) > 2:
+                outdated = run.published.pop(0)
+                if outdated in session.nameless:
+                    session.nameless.remove(outdated)
+                    self._drop_sampled(outdated, is_nameless=True)
+        return sampler_id
+
+    def _run_samples(self, group: str, batch: RunningBatch) -> None:
+        sampler: Sampler = batch.first[0]
+        model = self.models.load(sampler.base_model)
+
+        def check(request: SampleRequest) -> Reply | None:
+            model.check_sample(request)
+            return self.faults.failure("asample") if self.faults is not None else None
+
+        model.serve(sampler.checkpoint, QueuedSamples(batch, check))
 
     # What follows answers questions about models and checkpoints, on the server's threads.
 
     def model_info_now(self, model_id: str) -> dict[str, Any]:
         """What `get_info` answers. `step` is ours: optimizer steps taken. Raises `RequestError`."""
         run = self._run(model_id)
-        base = self.resolve_now(run.base_model)
+        base = self.models.resolve_now(run.base_model)
         return {
             "type": "get_info",
             "model_id": model_id,
@@ -441,26 +424,3 @@ class LocalEngine:
             "model_name": run.base_model,
             "step": run.adapter.step,
         }
-
-
-def _context_length(limit: int, config: Mapping[str, Any]) -> int:
-    """Tokens that a model can be served with; at most its sliding window, as the masks here know none."""
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    return min(limit, window) if window else limit
-
-
-def expiry(ttl_seconds: Any) -> float | None:
-    """When a checkpoint of this life ends, in Unix seconds; None for one without end. Raises `RequestError`."""
-    if ttl_seconds is None:
-        return None
-    low, high = TTL_RANGE_S
-    if not isinstance(ttl_seconds, int) or not low <= ttl_seconds <= high:
-        raise RequestError(f"ttl_seconds is {ttl_seconds!r}; it must be a whole number from {low} to {high}")
-    return time.time() + ttl_seconds
-
-
-def _text(body: Mapping[str, Any], name: str) -> str:
-    value = body.get(name)
-    if not isinstance(value, str) or not value:
-        raise RequestError(f"{name} must be a non-empty string")
-    return value

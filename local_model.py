@@ -14,6 +14,7 @@ Losses are sums over tokens. The same seed and requests give the same bits, the 
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -27,20 +28,18 @@ from transformers import AutoModelForCausalLM
 
 from adapter_files import Adapter, fingerprint, new_optimizer, read_adapter, write_adapter
 from adapter_store import AdapterSpec, Checkpoint
-from batch_decoding import cache_bytes_per_token, check_sample, generate, split_by_tokens
+from batch_decoding import SampleSource, cache_bytes_per_token, check_sample, generate, serve
+from decode_attention import ATTENTION
 from error_handling import CheckpointError
-from token_losses import LOSSES, LossFunction, has_gradient
-from wire_format import RequestError, SampleRequest, SampleResult, TrainingBatch, TrainingDatum
+from sample_format import SampleRequest, SampleResult
+from torch_device import choose_device
+from training_pass import DatumResult, check_datum, pack, run_pass, split_into_passes
+from wire_format import RequestError, TrainingBatch
 
 LORA_ALPHA = 32
 # Memory that one training pass may take for activations, and the cache of one sampling batch for keys and values.
 ACTIVATION_BYTES = 1_500_000_000
 CACHE_BYTES = 2_000_000_000
-# Sequences shorter than this are laid side by side in one row of at most so many tokens: padding would cost more than
-# the wider attention does.
-PACKED_TOKENS = 512
-# Floats of logits that are held at once.
-LOGITS_CHUNK = 32_000_000
 SAMPLERS_KEPT = 6
 ADAM_DEFAULTS = {
     "learning_rate": 1e-4,
@@ -58,9 +57,9 @@ class LocalModel:
     `max_context` is in tokens. `should_stop` is asked between passes; when it turns true they raise `RuntimeError`.
     """
 
-    def __init__(self, folder: Path | str, *, max_context: int, device: str = "cpu") -> None:
+    def __init__(self, folder: Path | str, *, max_context: int, device: str | None = None) -> None:
         self.folder = Path(folder)
-        self.device = torch.device(device)
+        self.device = torch.device(choose_device(device))
         self.should_stop: Callable[[], bool] = lambda: False
         model = _load(self.folder)
         model.requires_grad_(False)
@@ -115,7 +114,7 @@ class LocalModel:
         alone = [generator.integers(0, self.vocabulary, length) for length in (5, 9)]
         with torch.inference_mode():
             try:
-                packed = self._pack(alone)
+                packed = pack(self, alone)
             except (ValueError, TypeError, RuntimeError, NotImplementedError):
                 return False
             apart = torch.cat(
@@ -123,18 +122,9 @@ class LocalModel:
             )
         return packed.shape == apart.shape and torch.allclose(packed, apart, atol=1e-4, rtol=1e-4)
 
-    def _pack(self, sequences: Sequence[np.ndarray]) -> torch.Tensor:
-        """Hidden states (all tokens, width) of sequences that share one row and do not see each other."""
-        lengths = [len(tokens) for tokens in sequences]
-        tokens = torch.from_numpy(np.concatenate(sequences)).to(self.device)[None]
-        positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(self.device)[None]
-        owner = torch.repeat_interleave(torch.tensor(lengths)).to(self.device)
-        mask = ((owner[:, None] == owner[None]) & (positions[0][:, None] >= positions))[None, None]
-        return self.hidden_states(tokens, position_ids=positions, attention_mask=mask)[0]
-
     def hidden_states(self, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
         """Last hidden states (rows, tokens, width) of int64 `tokens` (rows, tokens) under the active adapter."""
-        return self._decoder(input_ids=tokens, use_cache="past_key_values" in options, **options)[0]
+        return self._decoder(input_ids=tokens.to(self.device), use_cache="past_key_values" in options, **options)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits (..., vocabulary) of hidden states (..., width)."""
@@ -234,106 +224,25 @@ class LocalModel:
     def forward_backward(self, adapter: Adapter, batch: TrainingBatch) -> tuple[list[np.ndarray], dict[str, float]]:
         """Loss and target logprobs of `batch`; adds to the adapter's gradients unless `batch.forward_only`.
 
-        Returns per datum its logprobs, shape (T,) or (T, K) as sent, and `loss:sum`. Raises `RequestError`, and then
-        the gradients are as they were.
+        Returns per datum its logprobs, shape (T,) or (T, K) as sent, and `loss:sum` beside the metrics of a custom
+        loss. Raises `RequestError`, and then the gradients are as they were.
         """
         for index, datum in enumerate(batch.data):
-            self._check_datum(datum, f"datum {index}")
+            check_datum(datum, f"datum {index}", max_context=self.max_context, vocabulary=self.vocabulary)
         self._activate(adapter)
-        logprobs: list[np.ndarray] = [np.zeros(0, np.float32)] * len(batch.data)
-        total = 0.0
-        loss_fn = LOSSES[batch.loss_fn]
-        for width in sorted({datum.targets.shape[1] for datum in batch.data}):
-            indices = [index for index, datum in enumerate(batch.data) if datum.targets.shape[1] == width]
-            for part in self._parts(indices, [len(datum.tokens) for datum in batch.data]):
+        results: dict[int, DatumResult] = {}
+        # Only a client's own loss can fail when gradients of other sequences have been added already.
+        before = _gradients(adapter) if batch.custom is not None and not batch.forward_only else None
+        try:
+            for part in split_into_passes(self, batch):
                 if self.should_stop():
                     raise RuntimeError("the engine is stopping")
-                data = [batch.data[index] for index in part]
-                for index, values in zip(part, self._run_part(data, batch, loss_fn), strict=True):
-                    logprobs[index], loss = values
-                    total += loss
-        return logprobs, {"loss:sum": total}
-
-    def _parts(self, indices: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-        """`indices` in groups that one pass takes: packed into a row, or padded where the model cannot do that."""
-        if not self.packs_sequences:
-            return split_by_tokens(indices, lengths.__getitem__, self.prefill_tokens)
-        parts: list[list[int]] = []
-        for index in indices:
-            if parts and sum(lengths[other] for other in parts[-1]) + lengths[index] <= PACKED_TOKENS:
-                parts[-1].append(index)
-            else:
-                parts.append([index])
-        return parts
-
-    def _check_datum(self, datum: TrainingDatum, where: str) -> None:
-        if len(datum.tokens) > self.max_context:
-            raise RequestError(
-                f"{where}: {len(datum.tokens)} tokens, the model's context holds {self.max_context}: shorten it"
-            )
-        for name, tokens in (("model_input", datum.tokens), ("target_tokens", datum.targets)):
-            low, high = int(tokens.min()), int(tokens.max())
-            if low < 0 or high >= self.vocabulary:
-                raise RequestError(
-                    f"{where}: {name} holds token {low if low < 0 else high}; this model's tokens are 0 to "
-                    f"{self.vocabulary - 1} (was it made with another model's tokenizer?)"
-                )
-
-    def _run_part(
-        self, data: Sequence[TrainingDatum], batch: TrainingBatch, loss_fn: LossFunction
-    ) -> list[tuple[np.ndarray, float]]:
-        """One pass over a few sequences with as many targets a position: per datum its logprobs and loss."""
-        row = self._rows_of(data)
-        target = torch.from_numpy(np.concatenate([datum.targets for datum in data])).to(self.device)
-        tensors = {
-            name: torch.from_numpy(np.concatenate([datum.inputs[name] for datum in data])).to(self.device)
-            for name in data[0].inputs
-        }
-        needs_gradient = np.zeros(len(row), bool)
-        if not batch.forward_only:
-            needs_gradient = has_gradient(batch.loss_fn, tensors).cpu().numpy()
-        with torch.set_grad_enabled(bool(needs_gradient.any())):
-            hidden = self._hidden_rows(data)
-        # The output layer is the widest one: it sees only rows that are scored, and those without gradient only once.
-        leaf = hidden.detach().requires_grad_(hidden.requires_grad)
-        logprobs = torch.zeros(target.shape, device=self.device)
-        losses = torch.zeros(target.shape, device=self.device)
-        chunk = max(1, LOGITS_CHUNK // self.vocabulary)
-        for with_gradient in (True, False):
-            chosen = np.flatnonzero(needs_gradient == with_gradient)
-            for start in range(0, len(chosen), chunk):
-                where = torch.from_numpy(chosen[start : start + chunk]).to(self.device)
-                source = torch.from_numpy(row[chosen[start : start + chunk]]).to(self.device)
-                with torch.set_grad_enabled(with_gradient):
-                    logits = self.logits(leaf.index_select(0, source))
-                    picked = logits.gather(1, target[where]) - logits.logsumexp(-1, keepdim=True)
-                    loss = loss_fn(picked, {name: values[where] for name, values in tensors.items()}, batch.settings)
-                    if with_gradient:
-                        loss.sum().backward()
-                logprobs[where] = picked.detach()
-                losses[where] = loss.detach()
-        if leaf.grad is not None:
-            hidden.backward(leaf.grad)
-        return _split_results(data, logprobs.cpu().numpy(), losses.cpu().numpy())
-
-    def _hidden_rows(self, data: Sequence[TrainingDatum]) -> torch.Tensor:
-        """Hidden states (rows, width) of the sequences' tokens; `_rows_of` says which row is which token's."""
-        sequences = [np.asarray(datum.tokens, np.int64) for datum in data]
-        if self.packs_sequences and len(data) > 1:
-            return self._pack(sequences)
-        # Padding stands to the right, where causal attention keeps it out of sight: no mask is needed.
-        tokens = np.zeros((len(data), max(map(len, sequences))), np.int64)
-        for index, sequence in enumerate(sequences):
-            tokens[index, : len(sequence)] = sequence
-        return self.hidden_states(torch.from_numpy(tokens).to(self.device)).flatten(0, 1)
-
-    def _rows_of(self, data: Sequence[TrainingDatum]) -> np.ndarray:
-        """The row of `_hidden_rows` that holds each token, the sequences' tokens one after the other."""
-        lengths = [len(datum.tokens) for datum in data]
-        if self.packs_sequences and len(data) > 1:
-            return np.arange(sum(lengths))
-        longest = max(lengths)
-        return np.concatenate([index * longest + np.arange(length) for index, length in enumerate(lengths)])
+                results.update(zip(part, run_pass(self, [batch.data[index] for index in part], batch), strict=True))
+        except RequestError:
+            for name, gradient in (before or {}).items():
+                adapter.parameters[name].grad = gradient
+            raise
+        return _combine([results[index] for index in range(len(batch.data))])
 
     def optim_step(self, adapter: Adapter, params: Mapping[str, Any]) -> dict[str, float]:
         """One AdamW step with the gradients added up since the last one (none counts as zero), which are then cleared.
@@ -388,9 +297,20 @@ class LocalModel:
         self._activate(self._sampler(checkpoint) if checkpoint else None)
         return generate(self, requests, self.should_stop)
 
+    def serve(self, checkpoint: Checkpoint | None, source: SampleSource) -> None:
+        """Sample what `source` gives, as one batch that requests join as they come, and give it the results."""
+        self._activate(self._sampler(checkpoint) if checkpoint else None)
+        serve(self, source, self.should_stop)
+
     def check_sample(self, request: SampleRequest) -> None:
         """Raise `RequestError` when this model cannot serve `request`."""
         check_sample(self, request)
+
+    def drop_sampler(self, checkpoint: Checkpoint) -> None:
+        """Free the memory of weights that were sampled from, if they are in memory."""
+        adapter = self._samplers.pop(checkpoint.key, None)
+        if adapter is not None:
+            self.drop_adapter(adapter)
 
     def _sampler(self, checkpoint: Checkpoint) -> Adapter:
         key = checkpoint.key
@@ -409,18 +329,21 @@ class LocalModel:
         return self._samplers[key]
 
 
-def _split_results(
-    data: Sequence[TrainingDatum], logprobs: np.ndarray, losses: np.ndarray
-) -> list[tuple[np.ndarray, float]]:
-    results = []
-    start = 0
-    for datum in data:
-        length = len(datum.tokens)
-        own = logprobs[start : start + length]
-        loss = float(losses[start : start + length].sum(dtype=np.float64))
-        results.append((own[:, 0] if datum.is_flat else own, loss))
-        start += length
-    return results
+def _gradients(adapter: Adapter) -> dict[str, torch.Tensor | None]:
+    return {
+        name: parameter.grad.clone() if parameter.grad is not None else None
+        for name, parameter in adapter.parameters.items()
+    }
+
+
+def _combine(results: Sequence[DatumResult]) -> tuple[list[np.ndarray], dict[str, float]]:
+    """Logprobs per datum and the metrics over all: sums, or means over the data where a metric's name says so."""
+    metrics: dict[str, float] = {"loss:sum": sum(result.loss for result in results)}
+    for result in results:
+        for name, value in result.metrics.items():
+            share = len(results) if name.endswith(":mean") else 1
+            metrics[name] = metrics.get(name, 0.0) + value / share
+    return [result.logprobs for result in results], metrics
 
 
 def _load(folder: Path) -> Any:
@@ -430,7 +353,7 @@ def _load(folder: Path) -> Any:
     transformers_logging.disable_progress_bar()
     try:
         return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+            folder, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as err:
         raise RequestError(f"{folder}: this model cannot be loaded ({type(err).__name__}: {err})") from err
@@ -445,7 +368,7 @@ def _check_adam(params: Mapping[str, Any]) -> dict[str, float]:
     values = dict(ADAM_DEFAULTS)
     for name, default in ADAM_DEFAULTS.items():
         value = params.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
             raise RequestError(f"adam_params.{name} is {value!r}; it must be a finite number, 0 or more")
         values[name] = float(value)
     for name in ("beta1", "beta2"):

@@ -23,16 +23,32 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from error_handling import ConfigurationError, EvalLoopError, ServiceUnavailableError
+from torch_device import DEVICE_VARIABLE, choose_device
+
+if TYPE_CHECKING:
+    from fault_plan import FaultPlan
 
 # Waiting OpenMP threads spin by default: with other work on the same cores a training step takes twenty times as long.
 # The setting is read when torch is first imported in the process.
 WAIT_POLICY = ("OMP_WAIT_POLICY", "passive")
 KEY_VARIABLE = "MOCK_TINKER_API_KEY"
+
+
+FAULTS_HELP = """\
+a fault plan is a JSON file such as
+    {"faults": [
+      {"call": "optim_step", "kind": "status", "status": 429, "retry_after": 1, "after": 2, "times": 3},
+      {"call": "save_weights", "kind": "drop", "when": "after"}]}
+where "call" is a path below /api/v1 without the ids in it, or * for all; "after" calls pass first, then "times" (1;
+null: all) go wrong. Kinds: status (400..599 in place of the answer), drop (the connection), delay (by "seconds"),
+expire (the checkpoint at "path", or the "newest" of a kind), fail (the request itself, with an error of "category"
+server). With "when": "after" the request is carried out all the same.
+"""
 
 
 def is_loopback(host: str) -> bool:
@@ -43,8 +59,14 @@ def is_loopback(host: str) -> bool:
 class LocalTinkerServer:
     """The server in a thread of this process. `state_dir` keeps its checkpoints; port 0 takes a free one.
 
-    Raises `ConfigurationError` for a host other machines reach without an `api_key`, `RunLockedError` when another
-    process holds `state_dir`, `ServiceUnavailableError` when the port is taken.
+    `fault_plan` (a file, or the faults in it) lets calls go wrong on purpose; `allow_faults` opens `/api/v1/faults`,
+    which changes the plan while the server runs. With either, `faults` is the plan once the server has started.
+
+    `device` is what `torch_device.choose_device` takes.
+
+    Raises `ConfigurationError` for a host other machines reach without an `api_key`, for a device that cannot be used
+    and for a wrong fault plan,
+    `RunLockedError` when another process holds `state_dir`, `ServiceUnavailableError` when the port is taken.
     """
 
     def __init__(
@@ -56,8 +78,10 @@ class LocalTinkerServer:
         api_key: str | None = None,
         models: Sequence[str] = (),
         threads: int | None = None,
-        device: str = "cpu",
+        device: str | None = None,
         log_level: str = "warning",
+        fault_plan: Path | str | Sequence[Mapping[str, Any]] | None = None,
+        allow_faults: bool = False,
     ) -> None:
         if not is_loopback(host) and not api_key:
             raise ConfigurationError(
@@ -66,10 +90,13 @@ class LocalTinkerServer:
         os.environ.setdefault(*WAIT_POLICY)
         from local_engine import LocalEngine
 
-        self.engine = LocalEngine(state_dir, models=models, threads=threads, device=device)
+        self.engine = LocalEngine(state_dir, models=models, threads=threads, device=choose_device(device))
         self._address = (host, port)
         self._api_key = api_key
         self._log_level = log_level
+        self._fault_plan = fault_plan
+        self._allow_faults = allow_faults
+        self.faults: FaultPlan | None = None
         self._server: Any = None
         self._thread: threading.Thread | None = None
         self._socket: socket.socket | None = None
@@ -81,15 +108,21 @@ class LocalTinkerServer:
 
         from engine_routes import build_app
 
+        app = build_app(self.engine, self._api_key)
+        settings: dict[str, Any] = {}
+        if self._fault_plan is not None or self._allow_faults:
+            from fault_injection import DroppableProtocol, inject_faults
+
+            self.faults = inject_faults(app, self.engine, self._fault_plan, endpoint=self._allow_faults)
+            settings["http"] = DroppableProtocol
         self.engine.start()
         try:
             self._socket = _listen(*self._address)
-            app = build_app(self.engine, self._api_key)
         except BaseException:
             self.engine.stop()
             raise
         config = uvicorn.Config(
-            app, log_level=self._log_level, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+            app, log_level=self._log_level, access_log=False, lifespan="off", timeout_graceful_shutdown=1, **settings
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
@@ -146,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mock_tinker.py",
         description=(__doc__ or "").split("Inside a process")[0],
+        epilog=FAULTS_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default 8000)")
@@ -159,9 +193,23 @@ def _parser() -> argparse.ArgumentParser:
         help="serve only these: a name, or a folder in Hugging Face's format (default: every name known)",
     )
     parser.add_argument("--threads", type=int, help="cores to compute with (default: all); part of reproducibility")
-    parser.add_argument("--device", default="cpu", help="torch device (default cpu)")
+    parser.add_argument(
+        "--device",
+        help="torch device: cpu, cuda, cuda:1, or auto, which is cuda where torch sees it, else cpu (default "
+        f"${DEVICE_VARIABLE}, else cpu)",
+    )
     parser.add_argument("--api-key", help=f"key that clients must send; also ${KEY_VARIABLE}; needed off loopback")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    parser.add_argument(
+        "--fault-plan",
+        metavar="FILE",
+        help="let calls go wrong on purpose, to test a client: a JSON file that says which, how and how often",
+    )
+    parser.add_argument(
+        "--allow-faults",
+        action="store_true",
+        help="open /api/v1/faults, through which the fault plan is read (GET), replaced (PUT) and emptied (DELETE)",
+    )
     return parser
 
 
@@ -179,6 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             threads=args.threads,
             device=args.device,
             log_level="warning",
+            fault_plan=args.fault_plan,
+            allow_faults=args.allow_faults,
         )
         url = server.start()
     except EvalLoopError as err:

@@ -7,8 +7,9 @@ no two jobs fight over the cores::
     request_id = queue.submit("session:train:0", 3, job)   # runs after requests 1 and 2 of that model
     reply = await queue.wait(request_id, timeout=30)       # None: not finished yet
 
-Requests of one model run in the order of their sequence numbers, whatever order they arrive in. Sampling requests for
-the same weights that wait together are handed to `run_batch` as one list.
+Requests of one model run in the order of their sequence numbers, whatever order they arrive in; one that has not come
+after `HOLE_S` is passed over. Sampling requests for the same weights that wait together are handed to `run_batch` as
+one `RunningBatch`, which more of them may join while it runs, until work that came before them waits.
 """
 
 from __future__ import annotations
@@ -23,109 +24,99 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from error_handling import CheckpointError, ConfigurationError
+from queued_request import QueuedRequest, Reply, failed
+from request_trace import RequestTrace
+from running_batch import RunningBatch
 from wire_format import RequestError
 
 logger = logging.getLogger("mock_tinker")
 
-# A sampling batch is held back this long after its latest request, at most HOLD_LIMIT_S in all: clients that send
-# many requests at once take a few milliseconds to do so.
-GATHER_S = 0.008
-HOLD_LIMIT_S = 0.4
 KEEP_RETRIEVED_S = 120.0
 KEEP_UNRETRIEVED_S = 3600.0
-USER_ERRORS = (RequestError, CheckpointError, ConfigurationError)
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What a finished request answers: JSON (`body` a dict) or protobuf (`body` bytes)."""
-
-    body: dict[str, Any] | bytes
-
-
-def failed(error: BaseException) -> Reply:
-    """The reply that fails one request: the client's mistakes keep their message, bugs say what they are."""
-    if isinstance(error, USER_ERRORS):
-        return Reply({"error": str(error), "category": "user"})
-    logger.error("request failed", exc_info=error)
-    return Reply({"error": f"{type(error).__name__}: {error}", "category": "server"})
-
-
-@dataclass
-class _Request:
-    request_id: str
-    arrived: float
-    number: int = 0
-    job: Callable[[], Reply] | None = None
-    item: Any = None
-    reply: Reply | None = None
-    waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = field(default_factory=list)
+# Retrieved replies are kept for a client whose answer was lost on the way, the newest so many bytes of them.
+KEEP_RETRIEVED_BYTES = 32_000_000
+# A client whose request failed before it was sent (the SDK numbers it first) would otherwise hang for ever. Requests
+# that are still on their way take milliseconds; after a refusal the SDK repeats them within 30 s.
+HOLE_S = 60.0
+TOO_LATE = (
+    "this request is number {seq} of its model and came more than {seconds:.0f} s after later ones, which were carried "
+    "out without it"
+)
 
 
 @dataclass
 class _Stream:
     next_seq: int
-    held: dict[int, _Request] = field(default_factory=dict)
+    held: dict[int, QueuedRequest] = field(default_factory=dict)
+    # Since when `held` has waited for `next_seq`.
+    blocked_since: float = 0.0
+    skipped: list[range] = field(default_factory=list)
 
 
 class RequestQueue:
-    """The engine's thread and its queue. `run_batch(group, items)` answers a list of sampling requests, in order."""
+    """The engine's thread and its queue. `run_batch(group, batch)` answers the sampling requests of a batch."""
 
-    def __init__(self, run_batch: Callable[[str, Sequence[Any]], Sequence[Reply]]) -> None:
+    def __init__(self, run_batch: Callable[[str, RunningBatch], None]) -> None:
         self._run_batch = run_batch
-        self._changed = threading.Condition()
-        self._requests: dict[str, _Request] = {}
+        self.changed = threading.Condition()
+        self._requests: dict[str, QueuedRequest] = {}
         self._streams: dict[str, _Stream] = {}
-        self._ready: deque[_Request] = deque()
-        self._groups: dict[str, list[_Request]] = {}
-        # (when to forget it, request id), oldest first
-        self._finished: deque[tuple[float, str]] = deque()
-        self._retrieved: deque[tuple[float, str]] = deque()
+        self._ready: deque[QueuedRequest] = deque()
+        self._groups: dict[str, list[QueuedRequest]] = {}
+        # When to forget a request's reply, oldest first.
+        self._finished: dict[str, float] = {}
+        self._retrieved: dict[str, float] = {}
+        self._retrieved_bytes = 0
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self.stopping = threading.Event()
+        self.trace = RequestTrace()
 
     def open_stream(self, stream: str) -> None:
         """Expect ordered requests 0, 1, 2, ... of `stream`. Without this its requests run as they arrive."""
-        with self._changed:
+        with self.changed:
             self._streams.setdefault(stream, _Stream(next_seq=0))
 
     def close_stream(self, stream: str) -> None:
         """Forget the order of `stream`; what is still held back runs now (and fails, as its model is gone)."""
-        with self._changed:
+        with self.changed:
             closed = self._streams.pop(stream, None)
             for _, request in sorted(closed.held.items()) if closed else ():
                 self._make_ready(request)
 
     def submit(self, stream: str, seq: int | None, job: Callable[[], Reply]) -> str:
         """Queue `job` as number `seq` of `stream`; returns the request's id, for the same pair the same one again."""
-        with self._changed:
+        with self.changed:
             ordered = self._streams.get(stream) if seq is not None else None
             request_id = f"{stream}:{seq}" if seq is not None else f"{stream}:{uuid.uuid4().hex}"
-            if request_id in self._requests or (ordered and seq is not None and seq < ordered.next_seq):
+            if request_id in self._requests:
                 return request_id
-            request = _Request(request_id, time.monotonic(), job=job)
+            if ordered and seq is not None and seq < ordered.next_seq:
+                if not any(seq in numbers for numbers in ordered.skipped):
+                    return request_id
+                job, ordered = partial(failed, RequestError(TOO_LATE.format(seq=seq, seconds=HOLE_S))), None
+            request = QueuedRequest(request_id, time.monotonic(), job=job)
             self._remember(request)
             if ordered is None or seq is None:
                 self._make_ready(request)
             else:
+                if not ordered.held:
+                    ordered.blocked_since = request.arrived
                 ordered.held[seq] = request
-                while (following := ordered.held.pop(ordered.next_seq, None)) is not None:
-                    ordered.next_seq += 1
-                    self._make_ready(following)
+                self._release(ordered)
         return request_id
 
     def submit_sample(self, group: str, request_id: str, item: Any) -> str:
         """Queue a sampling request; those of one `group` (the same weights) that wait together run as one batch."""
-        with self._changed:
+        with self.changed:
             if request_id not in self._requests:
-                request = _Request(request_id, time.monotonic(), next(self._numbers), item=item)
+                request = QueuedRequest(request_id, time.monotonic(), next(self._numbers), item=item)
                 self._remember(request)
                 self._groups.setdefault(group, []).append(request)
-                self._changed.notify()
+                self.changed.notify()
         return request_id
 
     def submit_failed(self, stream: str, seq: int | None, error: BaseException) -> str:
@@ -136,33 +127,72 @@ class RequestQueue:
 
         return self.submit(stream, seq, job)
 
+    def post(self, job: Callable[[], Reply]) -> None:
+        """Queue work of the engine's own, which no client asks for."""
+        with self.changed:
+            self._make_ready(QueuedRequest("", time.monotonic(), job=job))
+
     def cancel(self, request_id: str) -> None:
-        """Drop a sampling request that has not started."""
-        with self._changed:
+        """Drop a sampling request that has not been answered; one that runs ends at its next token."""
+        with self.changed:
+            request = self._requests.get(request_id)
+            if request is None or request.item is None:
+                return
             for group, waiting in self._groups.items():
-                for request in waiting:
-                    if request.request_id == request_id:
-                        self._groups[group] = [other for other in waiting if other is not request]
-                        self._finish(request, failed(RequestError("cancelled by the client")))
-                        return
+                self._groups[group] = [other for other in waiting if other is not request]
+            self._finish(request, failed(RequestError("cancelled by the client")))
 
     async def wait(self, request_id: str, timeout: float) -> Reply | None:
         """The reply, or None when it is not there after `timeout` seconds. Raises `KeyError` for an unknown request."""
         event = asyncio.Event()
         waiter = (asyncio.get_running_loop(), event)
-        with self._changed:
+        with self.changed:
             request = self._requests[request_id]
-            if request.reply is None:
+            # Whoever asks once the queue stops is not woken any more.
+            waits = request.reply is None and not self.stopping.is_set()
+            if waits:
                 request.waiters.append(waiter)
-        if request.reply is None:
+        if waits:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), timeout)
-            with self._changed, contextlib.suppress(ValueError):
+                async with asyncio.timeout(timeout):
+                    await event.wait()
+            with self.changed, contextlib.suppress(ValueError):
                 request.waiters.remove(waiter)
         if request.reply is not None:
-            with self._changed:
-                self._retrieved.append((time.monotonic() + KEEP_RETRIEVED_S, request_id))
+            with self.changed:
+                if self._finished.pop(request_id, None) is not None:
+                    self._retrieved[request_id] = time.monotonic() + KEEP_RETRIEVED_S
+                    self._retrieved_bytes += request.reply.size
         return request.reply
+
+    def waiting_in(self, group: str) -> Sequence[QueuedRequest]:
+        """The sampling requests of `group` that no batch has taken. To be called with `changed` held."""
+        return self._groups.get(group, ())
+
+    def take_from(self, group: str, *, in_turn: bool) -> list[QueuedRequest]:
+        """Take them out for a batch, with `in_turn` only those before which nothing waits elsewhere. To be called with
+        `changed` held."""
+        waiting = self._groups.get(group, [])
+        others = [self._ready[0].number] if self._ready else []
+        others += [requests[0].number for name, requests in self._groups.items() if requests and name != group]
+        taken = [request for request in waiting if not in_turn or all(request.number < other for other in others)]
+        if len(taken) == len(waiting):
+            self._groups.pop(group, None)
+        else:
+            self._groups[group] = waiting[len(taken) :]
+        now = time.monotonic()
+        for request in taken:
+            request.started = now
+        return taken
+
+    def answer(self, requests: Sequence[QueuedRequest], reply: Reply) -> None:
+        """Finish requests that ran, those that have no reply yet."""
+        with self.changed:
+            ended = time.monotonic()
+            for request in requests:
+                self.trace.add(request.request_id, request.call, request.arrived, request.started, ended)
+                if request.reply is None:
+                    self._finish(request, reply)
 
     def start(self) -> None:
         """Start the thread."""
@@ -171,11 +201,11 @@ class RequestQueue:
 
     def stop(self, timeout: float = 10.0) -> None:
         """End the thread after the job it is on, for which `stopping` is set; pending requests stay unanswered."""
-        with self._changed:
+        with self.changed:
             self.stopping.set()
             for request in self._requests.values():
                 self._wake(request)
-            self._changed.notify()
+            self.changed.notify()
         if self._thread is not None:
             self._thread.join(timeout)
             self._thread = None
@@ -183,70 +213,103 @@ class RequestQueue:
     @property
     def pending(self) -> int:
         """Requests that have no reply yet."""
-        with self._changed:
+        with self.changed:
             return sum(request.reply is None for request in self._requests.values())
 
-    def _remember(self, request: _Request) -> None:
+    def sweep(self) -> None:
+        """Forget replies whose time is over. Happens with every new request; for a server that gets none."""
+        with self.changed:
+            self._sweep()
+
+    def _remember(self, request: QueuedRequest) -> None:
         self._sweep()
         self._requests[request.request_id] = request
 
     def _sweep(self) -> None:
         now = time.monotonic()
-        while self._retrieved and self._retrieved[0][0] <= now:
-            self._requests.pop(self._retrieved.popleft()[1], None)
-        while self._finished and (self._finished[0][0] <= now or self._finished[0][1] not in self._requests):
-            self._requests.pop(self._finished.popleft()[1], None)
+        while (oldest := next(iter(self._retrieved.items()), None)) is not None:
+            if oldest[1] > now and self._retrieved_bytes <= KEEP_RETRIEVED_BYTES:
+                break
+            del self._retrieved[oldest[0]]
+            reply = self._requests.pop(oldest[0]).reply
+            self._retrieved_bytes -= reply.size if reply is not None else 0
+        while (oldest := next(iter(self._finished.items()), None)) is not None and oldest[1] <= now:
+            del self._finished[oldest[0]]
+            del self._requests[oldest[0]]
 
-    def _make_ready(self, request: _Request) -> None:
+    def _release(self, stream: _Stream) -> None:
+        """Make ready what waited for its turn in `stream`, up to the next number that has not come."""
+        while (following := stream.held.pop(stream.next_seq, None)) is not None:
+            stream.next_seq += 1
+            stream.blocked_since = time.monotonic()
+            self._make_ready(following)
+        self.changed.notify()
+
+    def _pass_over_holes(self) -> float | None:
+        """Go on with streams that have waited long enough; the seconds until the next of them has, if any waits."""
+        waits = []
+        for name, stream in self._streams.items():
+            left = stream.blocked_since + HOLE_S - time.monotonic()
+            if stream.held and left <= 0:
+                missing = range(stream.next_seq, min(stream.held))
+                logger.warning("%s: number %d never came; going on with %d", name, missing.start, missing.stop)
+                stream.skipped.append(missing)
+                stream.next_seq = missing.stop
+                self._release(stream)
+            if stream.held:
+                waits.append(max(left, 0.0))
+        return min(waits, default=None)
+
+    def _make_ready(self, request: QueuedRequest) -> None:
         request.number = next(self._numbers)
         self._ready.append(request)
-        self._changed.notify()
+        self.changed.notify()
 
-    def _finish(self, request: _Request, reply: Reply) -> None:
+    def _finish(self, request: QueuedRequest, reply: Reply) -> None:
         request.reply, request.job, request.item = reply, None, None
-        self._finished.append((time.monotonic() + KEEP_UNRETRIEVED_S, request.request_id))
+        if request.request_id in self._requests:
+            self._finished[request.request_id] = time.monotonic() + KEEP_UNRETRIEVED_S
         self._wake(request)
 
-    def _wake(self, request: _Request) -> None:
+    def _wake(self, request: QueuedRequest) -> None:
         for loop, event in request.waiters:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is waiting any more
                 loop.call_soon_threadsafe(event.set)
 
-    def _take(self) -> tuple[str | None, list[_Request]] | None:
-        """The next work: (None, [request]) or (group, requests); None when the thread must end."""
-        with self._changed:
+    def _take(self) -> QueuedRequest | tuple[str, RunningBatch] | None:
+        """The next work: a job's request or a group's batch; None when the thread must end."""
+        with self.changed:
             while not self.stopping.is_set():
-                now = time.monotonic()
+                hole = self._pass_over_holes()
                 group = min(
                     (name for name, waiting in self._groups.items() if waiting),
                     key=lambda name: self._groups[name][0].number,
                     default=None,
                 )
-                hold = 0.0
-                if group is not None:
-                    waiting = self._groups[group]
-                    hold = min(waiting[-1].arrived + GATHER_S, waiting[0].arrived + HOLD_LIMIT_S) - now
-                    is_first = not self._ready or waiting[0].number < self._ready[0].number
-                    if hold <= 0 and is_first:
-                        return group, self._groups.pop(group)
+                if group is not None and (not self._ready or self._groups[group][0].number < self._ready[0].number):
+                    return group, RunningBatch(self, group, self.take_from(group, in_turn=False))
                 if self._ready:
-                    return None, [self._ready.popleft()]
-                self._changed.wait(hold if group is not None else None)
+                    self._ready[0].started = time.monotonic()
+                    return self._ready.popleft()
+                self.changed.wait(hole)
         return None
 
     def _run(self) -> None:
         while (work := self._take()) is not None:
-            group, requests = work
-            replies: Sequence[Reply]
+            if isinstance(work, QueuedRequest):
+                self._run_job(work)
+                continue
+            group, batch = work
             try:
-                if group is None:
-                    job = requests[0].job
-                    assert job is not None, "a request in the queue has its job until it is finished"
-                    replies = [job()]
-                else:
-                    replies = self._run_batch(group, [request.item for request in requests])
+                self._run_batch(group, batch)
+                batch.fail(RuntimeError("the batch ended without an answer"))
             except Exception as error:  # noqa: BLE001 - whatever it was, it fails these requests and not the thread
-                replies = [failed(error)] * len(requests)
-            with self._changed:
-                for request, reply in zip(requests, replies, strict=True):
-                    self._finish(request, reply)
+                batch.fail(error)
+
+    def _run_job(self, request: QueuedRequest) -> None:
+        assert request.job is not None, "a request in the queue has its job until it is finished"
+        try:
+            reply = request.job()
+        except Exception as error:  # noqa: BLE001 - whatever it was, it fails this request and not the thread
+            reply = failed(error)
+        self.answer([request], reply)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import server_differences
 import tinker_backend
 from error_handling import TrainingError
 from logger import Progress, StructuredLogger
@@ -58,9 +59,11 @@ class StepPipeline:
     async def submit(self, number: int, rows: Sequence[Row], learning_rate: float, bar: Progress) -> None:
         """Send step `number` of the round (from 0), then await the one before it."""
         data = [example.datum for row in rows for example in self._loader.render(row)]
-        gradients = await tinker_backend.forward_backward_async(self._client, data)
-        update = await tinker_backend.optim_step_async(self._client, learning_rate)
         step = self._first_step + number + 1
+        gradients = await tinker_backend.forward_backward_async(self._client, data)
+        if not server_differences.runs_in_order(self._client):
+            await tinker_backend.wait_for(gradients, f"the gradients of step {step}", watch=self._watch)
+        update = await tinker_backend.optim_step_async(self._client, learning_rate)
         self._pending.append(_SubmittedStep(step, learning_rate, data, len(rows), gradients, update))
         if len(self._pending) > 1:
             await self._finish(self._pending.popleft(), bar)

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import server_differences
 from error_handling import (
     AuthenticationError,
     CheckpointError,
@@ -90,6 +91,7 @@ class Backend:
         if self._service is None:
             import tinker
 
+            server_differences.accept_samples_without_ids()
             self._service = tinker.ServiceClient(base_url=self.base_url, api_key=self.api_key)
         return self._service
 
@@ -158,7 +160,7 @@ class Backend:
             return ServedModel(name, info.get("max_context"), stand_in)
         offered = self.models()
         if name in offered:
-            return ServedModel(name, offered[name])
+            return ServedModel(name, offered[name] or server_differences.context_of_folder(name))
         near = difflib.get_close_matches(name, offered, n=3, cutoff=0.4) or sorted(offered)[:8]
         raise ConfigurationError(
             f"base_model: the {self.describe()} does not serve {name!r}. It serves, among others: {', '.join(near)}"
@@ -217,8 +219,16 @@ class Backend:
             if optimizer
             else self.service.create_training_client_from_state
         )
+        what = f"the saved state {state_path}"
         try:
-            return await wait_for(create(state_path), f"the saved state {state_path}")
+            try:
+                return await wait_for(create(state_path), what)
+            except ServiceError as err:
+                if not server_differences.lacks_create_from_state(err):
+                    raise
+            saved = await asyncio.to_thread(self.state_info, state_path)
+            load = server_differences.load_into_new_client(self.service, saved, state_path, optimizer=optimizer)
+            return await wait_for(load, what)
         except ServiceUnavailableError:
             raise
         except ServiceError as err:
@@ -228,13 +238,20 @@ class Backend:
             ) from err
 
     async def create_sampling_client(
-        self, *, model_path: str | None = None, base_model: str | None = None
+        self, *, model_path: str | None = None, base_model: str | None = None, state_path: str | None = None
     ) -> tinker.SamplingClient:
-        """A client that samples from saved weights, or from the untouched base model."""
-        return await wait_for(
-            self.service.create_sampling_client(model_path=model_path, base_model=base_model),
-            f"a sampler of {model_path or base_model}",
-        )
+        """A client that samples from saved weights, or from the untouched base model.
+
+        With `state_path`, the saved state of the same weights, these are sampled from there when the server can no
+        longer do so from `model_path`: see `server_differences.has_let_go`.
+        """
+        what = f"a sampler of {model_path or base_model}"
+        client = await wait_for(self.service.create_sampling_client(model_path=model_path, base_model=base_model), what)
+        if state_path is None or not await wait_for(server_differences.has_let_go(client), what):
+            return client
+        holder = await self.restore_training_client(state_path, optimizer=False)
+        saved = await wait_for(holder.save_weights_for_sampler("restored"), what)
+        return await self.create_sampling_client(model_path=saved.path)
 
     def state_info(self, state_path: str) -> Any:
         """Base model and rank of the saved state at `state_path`; raises `CheckpointError` when it is not there."""

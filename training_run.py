@@ -330,8 +330,11 @@ class TrainingRun:
         if self.folder.is_done(round, "evaluate"):
             return
         self.folder.start_phase(round, "evaluate")
-        path = self._round_checkpoint(round).sampler_path
-        figures = await self._evaluate(round, path, f"round {round}")
+        checkpoint = self._round_checkpoint(round)
+        path = checkpoint.sampler_path
+        # Without a client in this process, an earlier one saved the weights, and its server may have let go of them.
+        state_path = checkpoint.state_path if self._client is None else None
+        figures = await self._evaluate(round, path, f"round {round}", state_path)
         batches = self._batches(round)
         self.folder.save_round_result(
             round,
@@ -347,11 +350,20 @@ class TrainingRun:
         self._done(round, "evaluate", best_val=lowest)
         tell_score(self.result(round), self.config.evaluation.max_tokens, self.log)
 
-    async def _evaluate(self, round: int, model_path: str | None, name: str) -> dict[str, Any]:
+    async def _evaluate(
+        self, round: int, model_path: str | None, name: str, state_path: str | None = None
+    ) -> dict[str, Any]:
         """Ask the checkpoint (None: the base model) the evaluation and measure the targets' likelihood."""
         result = await self._unless_stopped(
             ask_checkpoint(
-                self.prepared, self.folder, self.backend, self.log, round=round, model_path=model_path, name=name
+                self.prepared,
+                self.folder,
+                self.backend,
+                self.log,
+                round=round,
+                model_path=model_path,
+                name=name,
+                state_path=state_path,
             )
         )
         data, left_out = preparation.target_examples(self.prepared, result.samples)

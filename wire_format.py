@@ -11,13 +11,17 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from error_handling import EvalLoopError
+
+if TYPE_CHECKING:
+    from custom_losses import CustomLoss
 
 # Inputs of each loss beside `target_tokens`, all of the targets' shape, with their default (None: required).
 LOSS_INPUTS: dict[str, dict[str, float | None]] = {
@@ -26,6 +30,7 @@ LOSS_INPUTS: dict[str, dict[str, float | None]] = {
     "ppo": {"logprobs": None, "advantages": None},
     "cispo": {"logprobs": None, "advantages": None},
     "dro": {"logprobs": None, "advantages": None},
+    "gspo": {"logprobs": None, "advantages": None, "sequence_ratio_mask": None},
 }
 LOSS_SETTINGS: dict[str, dict[str, float]] = {
     "cross_entropy": {},
@@ -33,7 +38,15 @@ LOSS_SETTINGS: dict[str, dict[str, float]] = {
     "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "dro": {"beta": 0.05},
+    "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
 }
+# Target tokens of a request, and values of one tensor: a sparse tensor of a few bytes can stand for any number.
+MAX_CELLS = 1 << 25
+# Bytes that a compressed body may unpack to, and how many of it are unpacked at a time.
+MAX_UNPACKED = 256_000_000
+PACKED_PIECE = 1024
+# Losses of the API that this engine does not have, and why.
+UNSUPPORTED_LOSSES = {"stable_reinforce": "its formula, and what it takes from sampling, are not published"}
 
 
 class RequestError(EvalLoopError, ValueError):
@@ -56,59 +69,13 @@ class TrainingDatum:
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """A forward or forward_backward request, checked."""
+    """A forward or forward_backward request, checked. `custom` is the client's own loss when `loss_fn` is "custom"."""
 
     loss_fn: str
     settings: dict[str, float]
     forward_only: bool
     data: list[TrainingDatum]
-
-
-@dataclass(frozen=True)
-class SampleRequest:
-    """A sampling request, checked. `seed` None asks for a random one; `max_tokens` None means up to the context."""
-
-    prompt: tuple[int, ...]
-    num_samples: int
-    max_tokens: int | None
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int | None
-    stop_strings: tuple[str, ...]
-    stop_tokens: frozenset[int]
-    stops_at_eos: bool
-    prompt_logprobs: bool
-    scored_from: int
-    topk_prompt: int
-    topk_sample: int
-
-
-@dataclass
-class TopK:
-    """The k likeliest tokens at each of N positions: int32 ids and float32 logprobs, both of shape (N, k)."""
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-
-
-@dataclass
-class SampledSequence:
-    """One sampled continuation; the stop token or string that ended it is part of `tokens`."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    stop_reason: Literal["stop", "length"]
-    topk: TopK | None = None
-
-
-@dataclass
-class SampleResult:
-    """`prompt_logprobs`: float32, shape (len(prompt),), NaN where nothing was scored; None when not asked for."""
-
-    sequences: list[SampledSequence]
-    prompt_logprobs: np.ndarray | None = None
-    topk_prompt: TopK | None = None
+    custom: CustomLoss | None = None
 
 
 def parse_forward_backward(body: bytes, encoding: str | None) -> Any:
@@ -117,12 +84,9 @@ def parse_forward_backward(body: bytes, encoding: str | None) -> Any:
     from tinker.proto import tinker_public_pb2 as pb
 
     if encoding == "zstd":
-        import zstandard
-
-        try:
-            body = zstandard.ZstdDecompressor().decompressobj().decompress(body)
-        except zstandard.ZstdError as err:
-            raise RequestError(f"the body is not valid zstd: {err}") from err
+        body = _unpack(body)
+    elif encoding not in (None, "", "identity"):
+        raise RequestError(f"the content encoding {encoding!r} is not supported; send zstd, or the plain body")
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -131,48 +95,107 @@ def parse_forward_backward(body: bytes, encoding: str | None) -> Any:
     return message
 
 
-def decode_forward_backward(message: Any) -> TrainingBatch:
-    """Check a parsed request and turn it into arrays. Raises `RequestError` naming the datum."""
+def _unpack(body: bytes) -> bytes:
+    import zstandard
+
+    unpacker = zstandard.ZstdDecompressor().decompressobj()
+    parts, size = [], 0
+    try:
+        # In small pieces: a few bytes can unpack to gigabytes.
+        for start in range(0, len(body), PACKED_PIECE):
+            if unpacker.eof:
+                raise RequestError("the body holds more than one zstd frame")
+            parts.append(unpacker.decompress(body[start : start + PACKED_PIECE]))
+            size += len(parts[-1])
+            if size > MAX_UNPACKED:
+                raise RequestError(f"the body unpacks to more than {MAX_UNPACKED} bytes: send fewer data at once")
+    except zstandard.ZstdError as err:
+        raise RequestError(f"the body is not valid zstd: {err}") from err
+    if not unpacker.eof or unpacker.unused_data:
+        raise RequestError("the body is not one whole zstd frame: its end is missing, or something follows it")
+    return b"".join(parts)
+
+
+def decode_forward_backward(message: Any, find_custom: Callable[[str], CustomLoss] | None = None) -> TrainingBatch:
+    """Check a parsed request and turn it into arrays; `find_custom` gives the uploaded loss of an id.
+
+    Raises `RequestError` naming the datum.
+    """
     loss_fn = message.loss_fn
+    custom, settings = None, {}
+    if loss_fn == "custom" and find_custom is not None:
+        custom = find_custom(message.loss_fn_config_v2["loss_id"].text)
+    else:
+        settings = _decode_settings(message)
+    if not message.data:
+        raise RequestError("the request holds no data: send at least one datum")
+    data, cells = [], 0
+    for index, datum in enumerate(message.data):
+        tokens, targets = _decode_tokens(datum, f"datum {index}")
+        if custom is not None:
+            inputs = _decode_custom_inputs(datum, custom, targets, f"datum {index}")
+        else:
+            inputs = _decode_inputs(datum, loss_fn, targets, f"datum {index}")
+        data.append(TrainingDatum(tokens, targets.reshape(tokens.size, -1), inputs, targets.ndim == 1))
+        cells += targets.size
+        if cells > MAX_CELLS:
+            raise RequestError(f"the request holds more than {MAX_CELLS} target tokens: send fewer data at once")
+    return TrainingBatch(loss_fn, settings, bool(message.forward_only), data, custom)
+
+
+def _decode_settings(message: Any) -> dict[str, float]:
+    loss_fn = message.loss_fn
+    if loss_fn in UNSUPPORTED_LOSSES:
+        raise RequestError(f"loss_fn {loss_fn!r} is not supported by this engine: {UNSUPPORTED_LOSSES[loss_fn]}")
     if loss_fn not in LOSS_INPUTS:
         raise RequestError(f"loss_fn {loss_fn!r} is not supported; choose one of {', '.join(LOSS_INPUTS)}")
     settings = dict(LOSS_SETTINGS[loss_fn])
-    sent = {key: value.number for key, value in message.loss_fn_config_v2.items()} or dict(message.loss_fn_config)
+    sent: dict[str, Any] = dict(message.loss_fn_config)
+    for key, value in message.loss_fn_config_v2.items():
+        sent[key] = value.text if value.WhichOneof("value") == "text" else value.number
     for key, value in sent.items():
         if key not in settings:
             known = ", ".join(settings) or "none"
             raise RequestError(f"loss_fn_config: {loss_fn} has no setting {key!r} (known: {known})")
+        if isinstance(value, str) or not math.isfinite(value):
+            raise RequestError(f"loss_fn_config: {key} is {value!r}; it must be a finite number")
         settings[key] = float(value)
-    if not message.data:
-        raise RequestError("the request holds no data: send at least one datum")
-    data = [_decode_datum(datum, loss_fn, f"datum {index}") for index, datum in enumerate(message.data)]
-    return TrainingBatch(loss_fn, settings, bool(message.forward_only), data)
+    return settings
 
 
-def _decode_datum(message: Any, loss_fn: str, where: str) -> TrainingDatum:
+def _decode_tokens(message: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Input tokens, int64 (T,), and targets, int64 (T,) or (T, K)."""
     parts = []
     for chunk in message.model_input:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
             raise RequestError(f"{where}: model_input holds {kind}; this engine serves text models only")
+        if len(chunk.encoded_text.tokens) % 4:
+            raise RequestError(f"{where}: model_input's tokens are not whole 32-bit integers")
         parts.append(np.frombuffer(chunk.encoded_text.tokens, dtype=np.int32))
     tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
     if tokens.size == 0:
         raise RequestError(f"{where}: model_input is empty")
+    if "target_tokens" not in message.loss_fn_inputs:
+        raise RequestError(f"{where}: loss_fn_inputs lacks target_tokens")
+    targets = _decode_tensor(message.loss_fn_inputs["target_tokens"], f"{where}: target_tokens")
+    if targets.ndim not in (1, 2) or targets.shape[0] != tokens.size or targets.size == 0:
+        raise RequestError(
+            f"{where}: target_tokens has shape {list(targets.shape)} for {tokens.size} input tokens; "
+            f"it must be [{tokens.size}] or [{tokens.size}, K]"
+        )
+    if not np.isfinite(targets).all() or (targets != np.floor(targets)).any():
+        raise RequestError(f"{where}: target_tokens holds a value that is no token id")
+    return tokens, targets.astype(np.int64)
+
+
+def _decode_inputs(message: Any, loss_fn: str, targets: np.ndarray, where: str) -> dict[str, np.ndarray]:
+    """The inputs of a loss of the API's own, float32 (T, K) each."""
     expected = LOSS_INPUTS[loss_fn]
     unknown = sorted(set(message.loss_fn_inputs) - set(expected) - {"target_tokens"})
     if unknown:
         raise RequestError(
             f"{where}: {loss_fn} takes no input {', '.join(unknown)}; it takes target_tokens, {', '.join(expected)}"
-        )
-    if "target_tokens" not in message.loss_fn_inputs:
-        raise RequestError(f"{where}: loss_fn_inputs lacks target_tokens")
-    targets = _decode_tensor(message.loss_fn_inputs["target_tokens"], f"{where}: target_tokens")
-    is_flat = targets.ndim == 1
-    if targets.ndim not in (1, 2) or targets.shape[0] != tokens.size or targets.size == 0:
-        raise RequestError(
-            f"{where}: target_tokens has shape {list(targets.shape)} for {tokens.size} input tokens; "
-            f"it must be [{tokens.size}] or [{tokens.size}, K]"
         )
     inputs = {}
     for name, default in expected.items():
@@ -189,8 +212,26 @@ def _decode_datum(message: Any, loss_fn: str, where: str) -> TrainingDatum:
             raise RequestError(f"{where}: {loss_fn} needs the input {name}")
         else:
             values = np.full(targets.shape, default)
-        inputs[name] = values.astype(np.float32).reshape(tokens.size, -1)
-    return TrainingDatum(tokens, targets.astype(np.int64).reshape(tokens.size, -1), inputs, is_flat)
+        inputs[name] = values.astype(np.float32).reshape(targets.shape[0], -1)
+    return inputs
+
+
+def _decode_custom_inputs(message: Any, custom: CustomLoss, targets: np.ndarray, where: str) -> dict[str, np.ndarray]:
+    """The inputs that a custom loss declares, in the types and shapes that were sent."""
+    inputs = {}
+    for name, rank in custom.input_ranks.items():
+        if name == "logprobs":
+            values = targets
+        elif name in message.loss_fn_inputs:
+            values = _decode_tensor(message.loss_fn_inputs[name], f"{where}: {name}")
+            inputs[name] = values
+        else:
+            raise RequestError(f"{where}: the custom loss {custom.name!r} needs the input {name}")
+        if values.ndim != rank:
+            raise RequestError(
+                f"{where}: {name} has {values.ndim} dimensions; the custom loss {custom.name!r} declared {rank}"
+            )
+    return inputs
 
 
 def _decode_tensor(message: Any, where: str) -> np.ndarray:
@@ -202,6 +243,8 @@ def _decode_tensor(message: Any, where: str) -> np.ndarray:
         raise RequestError(f"{where}: unknown dtype {message.dtype}")
     dtype = np.dtype(types[message.dtype])
     shape = tuple(message.shape)
+    if min(shape, default=0) < 0 or math.prod(shape) > MAX_CELLS:
+        raise RequestError(f"{where}: the shape {list(shape)} is not one of at most {MAX_CELLS} values")
     try:
         if not message.HasField("sparse_csr"):
             values = np.frombuffer(message.dense, dtype=dtype)
@@ -209,10 +252,22 @@ def _decode_tensor(message: Any, where: str) -> np.ndarray:
         values = np.frombuffer(message.sparse_csr.values, dtype=dtype)
         row_ends = np.frombuffer(message.sparse_csr.crow_indices, dtype=np.int64)
         columns = np.frombuffer(message.sparse_csr.col_indices, dtype=np.int64)
-        dense = np.zeros(shape, dtype=dtype)
-        dense[np.repeat(np.arange(shape[0]), np.diff(row_ends)), columns] = values
+        dense = from_csr(values, row_ends, columns, shape)
     except (ValueError, IndexError) as err:
         raise RequestError(f"{where}: the data does not fit the shape {list(shape)} ({err})") from err
+    return dense
+
+
+def from_csr(
+    values: np.ndarray, row_ends: np.ndarray, columns: np.ndarray, shape: tuple[int, ...], fill: int = 0
+) -> np.ndarray:
+    """A dense array of a sparse one; cells that are not listed hold `fill`. Raises `ValueError`, `IndexError`."""
+    if len(shape) != 2 or len(columns) != len(values):
+        raise ValueError("a sparse array has two dimensions, and a column for each value")
+    if len(row_ends) != shape[0] + 1 or row_ends[0] != 0 or row_ends[-1] != len(values) or (columns < 0).any():
+        raise ValueError("its sparse indices are inconsistent")
+    dense = np.full(shape, fill, dtype=values.dtype)
+    dense[np.repeat(np.arange(shape[0]), np.diff(row_ends)), columns] = values
     return dense
 
 
@@ -238,113 +293,3 @@ def encode_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str
         tensor.trailing_shape.extend(width)
         start = end
     return message.SerializeToString()
-
-
-def decode_sample(body: Mapping[str, Any]) -> SampleRequest:
-    """Check a sampling request's JSON. Raises `RequestError`."""
-    params = _get(body, "sampling_params", dict, {})
-    prompt = _decode_prompt(body.get("prompt"))
-    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
-        if body.get(name):
-            raise RequestError(f"{name} is not supported by this engine")
-    stop = params.get("stop")
-    strings: tuple[str, ...] = ()
-    tokens: frozenset[int] = frozenset()
-    if isinstance(stop, str):
-        strings = (stop,)
-    elif isinstance(stop, list) and all(isinstance(item, str) for item in stop):
-        strings = tuple(stop)
-    elif isinstance(stop, list) and all(isinstance(item, int) for item in stop):
-        tokens = frozenset(stop)
-    elif stop is not None:
-        raise RequestError("sampling_params.stop must be a string, a list of strings or a list of token ids")
-    if any(not item for item in strings):
-        raise RequestError("sampling_params.stop holds an empty string")
-    wants_prompt = bool(body.get("prompt_logprobs")) or _get(body, "topk_prompt_logprobs", int, 0) > 0
-    last_n = _get(body, "prompt_logprobs_last_n", int, None)
-    if last_n is not None and not 1 <= last_n <= max(1, len(prompt) - 1):
-        raise RequestError(f"prompt_logprobs_last_n is {last_n}; it must be between 1 and {len(prompt) - 1}")
-    request = SampleRequest(
-        prompt=prompt,
-        num_samples=_get(body, "num_samples", int, 1),
-        max_tokens=_get(params, "max_tokens", int, None),
-        temperature=float(_get(params, "temperature", (int, float), 1.0)),
-        top_p=float(_get(params, "top_p", (int, float), 1.0)),
-        top_k=_get(params, "top_k", int, -1),
-        seed=_get(params, "seed", int, None),
-        stop_strings=strings,
-        stop_tokens=tokens,
-        stops_at_eos=stop is None or bool(stop),
-        prompt_logprobs=wants_prompt,
-        scored_from=max(1, len(prompt) - last_n) if last_n else 1,
-        topk_prompt=_get(body, "topk_prompt_logprobs", int, 0),
-        topk_sample=_get(body, "topk_sample_logprobs", int, 0),
-    )
-    limits = {
-        "num_samples": (request.num_samples, 1, 4096),
-        "max_tokens": (request.max_tokens or 0, 0, 10**7),
-        "temperature": (request.temperature, 0.0, 1e6),
-        "top_p": (request.top_p, 1e-9, 1.0),
-        "topk_prompt_logprobs": (request.topk_prompt, 0, 1000),
-        "topk_sample_logprobs": (request.topk_sample, 0, 1000),
-    }
-    for name, (value, low, high) in limits.items():
-        if not low <= value <= high:
-            raise RequestError(f"{name} is {value}; it must be between {low:g} and {high:g}")
-    if request.top_k < -1 or request.top_k == 0:
-        raise RequestError(f"top_k is {request.top_k}; it must be -1 (no limit) or at least 1")
-    return request
-
-
-def _decode_prompt(prompt: Any) -> tuple[int, ...]:
-    chunks = prompt.get("chunks") if isinstance(prompt, dict) else None
-    if not isinstance(chunks, list):
-        raise RequestError("prompt must be an object with a list of chunks")
-    tokens: list[int] = []
-    for chunk in chunks:
-        kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else type(chunk).__name__
-        if kind != "encoded_text":
-            raise RequestError(f"prompt holds {kind}; this engine serves text models only")
-        part = chunk.get("tokens")
-        if not isinstance(part, list) or not all(isinstance(token, int) for token in part):
-            raise RequestError("prompt: tokens must be a list of integers")
-        tokens.extend(part)
-    if not tokens:
-        raise RequestError("the prompt is empty")
-    return tuple(tokens)
-
-
-def _get(body: Mapping[str, Any], name: str, kind: Any, default: Any) -> Any:
-    value = body.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise RequestError(f"{name} has the wrong type: {type(value).__name__}")
-    return value
-
-
-def encode_sample(result: SampleResult) -> bytes:
-    """Protobuf result of a sampling request."""
-    from tinker.proto import tinker_public_pb2 as pb
-
-    message = pb.SampleResponse()
-    reasons = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
-    for sequence in result.sequences:
-        added = message.sequences.add(
-            stop_reason=reasons[sequence.stop_reason],
-            tokens=np.asarray(sequence.tokens, dtype=np.int32).tobytes(),
-            logprobs=np.asarray(sequence.logprobs, dtype=np.float32).tobytes(),
-        )
-        if sequence.topk is not None:
-            _fill_topk(added.topk_sampled_logprobs, sequence.topk)
-    if result.prompt_logprobs is not None:
-        message.prompt_logprobs = result.prompt_logprobs.astype(np.float32).tobytes()
-    if result.topk_prompt is not None:
-        _fill_topk(message.topk_prompt_logprobs, result.topk_prompt)
-    return message.SerializeToString()
-
-
-def _fill_topk(message: Any, topk: TopK) -> None:
-    message.length, message.k = topk.token_ids.shape
-    message.token_ids = np.ascontiguousarray(topk.token_ids, dtype=np.int32).tobytes()
-    message.logprobs = np.ascontiguousarray(topk.logprobs, dtype=np.float32).tobytes()

@@ -45,10 +45,10 @@ def test_a_saved_checkpoint_is_found_listed_and_keeps_its_record(store: AdapterS
 
 
 def test_file_names_hold_nothing_that_windows_refuses(store: AdapterStore) -> None:
-    store.save(make_info("step 10: best?"), write_text("x"), overwrite=False)
+    store.save(make_info('step 10: "best" <*|>'), write_text("x"), overwrite=False)
     for path in (store.root / "runs").rglob("*"):
         assert not set(path.name) & set('<>:"|?*\\')
-    assert store.list()[0].name == "step 10: best?"
+    assert store.list()[0].name == 'step 10: "best" <*|>'
 
 
 def test_a_failed_write_leaves_nothing(store: AdapterStore) -> None:

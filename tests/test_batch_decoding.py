@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import base_models
 import batch_decoding
 from adapter_store import AdapterSpec
-from batch_decoding import check_sample, generate, split_by_tokens
+from batch_decoding import check_sample, generate, serve
 from local_model import LocalModel
-from wire_format import RequestError, SampleRequest, SampleResult, TrainingBatch, TrainingDatum
+from prompt_scoring import split_by_tokens
+from sample_format import SampleRequest, SampleResult
+from wire_format import RequestError, TrainingBatch, TrainingDatum
 
 TEXTS = [
     "a kind of bird that",
@@ -78,6 +82,17 @@ def ask(prompt: tuple[int, ...], max_tokens: int | None = 12, **changes: Any) ->
     return SampleRequest(**{**fields, **changes})
 
 
+def demo_prompts() -> list[tuple[int, ...]]:
+    """The demo's 20 questions, and as many tickets as make them 64 prompts."""
+    data = Path(base_models.__file__).parent / "data"
+    rows = [json.loads(line) for line in (data / "demo_data.jsonl").read_text("utf-8").splitlines()]
+    texts = [row["question"] for row in rows]
+    tickets = [json.loads(line) for line in (data / "tickets_eval.jsonl").read_text("utf-8").splitlines()]
+    texts += ["\n".join(message["content"] for message in ticket["messages"][:2]) for ticket in tickets]
+    tokenizer = base_models.load_tokenizer(base_models.STAND_IN)
+    return [tuple(tokenizer.encode(text)) for text in texts[:64]]
+
+
 def tokens_of(results: list[SampleResult]) -> list[list[int]]:
     return [sequence.tokens for result in results for sequence in result.sequences]
 
@@ -109,6 +124,108 @@ def test_a_batch_gives_what_each_request_gives_alone(model: LocalModel, prompts:
         assert alone.tokens == result.sequences[0].tokens
         assert alone.stop_reason == result.sequences[0].stop_reason
         np.testing.assert_allclose(alone.logprobs, result.sequences[0].logprobs, atol=1e-4)
+
+
+def test_greedy_answers_do_not_depend_on_how_many_share_the_batch(model: LocalModel) -> None:
+    questions = demo_prompts()
+    alone = [generate(model, [ask(prompt, 8)])[0].sequences[0] for prompt in questions]
+    for size in (16, 64):
+        for start in range(0, len(questions), size):
+            part = questions[start : start + size]
+            for one, result in zip(alone[start:], generate(model, [ask(prompt, 8) for prompt in part]), strict=False):
+                shared = result.sequences[0]
+                assert (shared.tokens, shared.stop_reason) == (one.tokens, one.stop_reason)
+                np.testing.assert_allclose(shared.logprobs, one.logprobs, rtol=0, atol=1e-4)
+    assert len({tuple(sequence.tokens) for sequence in alone}) > 10
+
+
+class Arrivals:
+    """A source whose requests come at given steps, and which notes at which step each was answered."""
+
+    is_gathering = False
+
+    def __init__(self, by_step: dict[int, list[tuple[str, SampleRequest]]], unwanted: dict[str, int]) -> None:
+        self.by_step = by_step
+        self.unwanted = unwanted
+        self.step = -1
+        self.results: dict[Hashable, SampleResult] = {}
+        self.answered: dict[Hashable, int] = {}
+        self.errors: dict[Hashable, Exception] = {}
+
+    def take(self) -> Sequence[tuple[Hashable, SampleRequest]]:
+        self.step += 1
+        return self.by_step.get(self.step, [])
+
+    def is_wanted(self, key: Hashable) -> bool:
+        return self.step < self.unwanted.get(str(key), 10**6)
+
+    def finish(self, key: Hashable, result: SampleResult) -> None:
+        self.results[key] = result
+        self.answered[key] = self.step
+
+    def fail(self, key: Hashable, error: Exception) -> None:
+        self.errors[key] = error
+
+
+def test_requests_that_join_a_running_batch_get_what_they_get_alone(model: LocalModel, prompts: list[Any]) -> None:
+    beginning = prompts[8] + prompts[15]
+    requests = {
+        "first": ask(beginning + prompts[0], 30, stops_at_eos=False),
+        "same beginning": ask(beginning + prompts[3], 12, topk_sample=2),
+        "hot": ask(prompts[5], 9, temperature=1.0, num_samples=3, seed=11),
+        "short": ask(prompts[2], 2),
+        "scored": ask(prompts[9], 1, prompt_logprobs=True),
+        "much longer": ask(beginning * 6, 25, stops_at_eos=False),
+        "last": ask(prompts[7], 5, stops_at_eos=False),
+    }
+    joins_at = {"same beginning": 3, "hot": 3, "short": 4, "scored": 6, "much longer": 9, "last": 20}
+    by_step: dict[int, list[tuple[str, SampleRequest]]] = {}
+    for name, request in requests.items():
+        by_step.setdefault(joins_at.get(name, 0), []).append((name, request))
+    source = Arrivals(by_step, {})
+    serve(model, source)
+    assert source.errors == {}
+    for name, request in requests.items():
+        alone = generate(model, [request])[0]
+        for one, joined in zip(alone.sequences, source.results[name].sequences, strict=True):
+            assert (joined.tokens, joined.stop_reason) == (one.tokens, one.stop_reason)
+            np.testing.assert_allclose(joined.logprobs, one.logprobs, rtol=0, atol=1e-4)
+    assert source.answered["short"] == 4
+    assert source.answered["scored"] == 6
+    assert source.answered["last"] == 23
+    assert source.answered["first"] == 28
+    assert source.answered["much longer"] == 32
+
+
+def test_a_request_that_nobody_wants_any_more_leaves_the_others_alone(model: LocalModel, prompts: list[Any]) -> None:
+    wanted = {str(index): ask(prompts[index], 15, stops_at_eos=False) for index in range(4)}
+    gone = ask(prompts[9], 400, num_samples=2, stops_at_eos=False)
+    source = Arrivals({0: [("0", wanted["0"]), ("gone", gone)], 2: list(wanted.items())[1:]}, {"gone": 5})
+    serve(model, source)
+    assert source.results.keys() == wanted.keys()
+    assert source.step < 20
+    for name, request in wanted.items():
+        assert tokens_of([source.results[name]]) == tokens_of(generate(model, [request]))
+
+
+def test_what_goes_wrong_for_those_that_join_leaves_the_others_alone(
+    model: LocalModel, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = ask(prompts[0], 10, stops_at_eos=False)
+    expected = tokens_of(generate(model, [request]))
+    score_prompts = batch_decoding.score_prompts
+
+    def broken(model: LocalModel, requests: Sequence[SampleRequest]) -> Any:
+        if any(asked.prompt_logprobs for asked in requests):
+            raise ZeroDivisionError
+        return score_prompts(model, requests)
+
+    monkeypatch.setattr(batch_decoding, "score_prompts", broken)
+    source = Arrivals({0: [("sound", request)], 4: [("broken", ask(prompts[1], prompt_logprobs=True))]}, {})
+    serve(model, source)
+    assert tokens_of([source.results["sound"]]) == expected
+    assert isinstance(source.errors["broken"], ZeroDivisionError)
+    assert source.results.keys() == {"sound"}
 
 
 def test_sampled_tokens_depend_on_the_seed_not_on_the_batch(model: LocalModel, prompts: list[tuple[int, ...]]) -> None:

@@ -13,11 +13,15 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import base_models
+import wire_format
 from adapter_files import CONFIG_FILE, WEIGHTS_FILE, Adapter
 from adapter_store import AdapterSpec, AdapterStore, Checkpoint, CheckpointInfo
 from error_handling import CheckpointError
 from local_model import LORA_ALPHA, SAMPLERS_KEPT, LocalModel
-from wire_format import RequestError, SampleRequest, TrainingBatch, TrainingDatum
+from sample_format import SampleRequest
+from token_losses import LOSSES
+from training_pass import pack
+from wire_format import RequestError, TrainingBatch, TrainingDatum
 
 SPEC = AdapterSpec("Qwen/Qwen3-8B", rank=8, seed=7)
 STEP = {"learning_rate": 2e-3}
@@ -179,7 +183,7 @@ def test_a_batch_split_for_memory_gives_the_same_result(model: LocalModel, monke
     whole, split = model.create_adapter(SPEC), model.create_adapter(SPEC)
     expected, metrics = model.forward_backward(whole, batch)
     monkeypatch.setattr(model, "prefill_tokens", 50)
-    monkeypatch.setattr("local_model.LOGITS_CHUNK", 7 * model.vocabulary)
+    monkeypatch.setattr("training_pass.LOGITS_CHUNK", 7 * model.vocabulary)
     found, split_metrics = model.forward_backward(split, batch)
     assert split_metrics["loss:sum"] == pytest.approx(metrics["loss:sum"], rel=1e-5)
     for left, right in zip(expected, found, strict=True):
@@ -296,35 +300,46 @@ def test_adapter_files_hold_no_pickle_and_name_alpha(model: LocalModel, save: An
     assert f'"lora_alpha": {LORA_ALPHA}' in (folder / CONFIG_FILE).read_text()
 
 
-@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "dro"])
-def test_policy_losses_follow_their_formula(model: LocalModel, loss_fn: str) -> None:
-    length = 24
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
+def test_policy_losses_have_the_value_and_gradient_of_plain_peft(model: LocalModel, save: Any, loss_fn: str) -> None:
     adapter = model.create_adapter(SPEC)
     train(model, adapter, 2)
-    target = make_datum(length, 5)
-    plain, _ = model.forward_backward(adapter, TrainingBatch("cross_entropy", {}, True, [target]))
-    logprobs = plain[0].astype(np.float64)
+    lengths = (24, 9, 17)
+    data = [make_datum(length, seed) for seed, length in enumerate(lengths, 5)]
+    logprobs, _ = model.forward_backward(adapter, TrainingBatch("cross_entropy", {}, True, data))
     rng = np.random.default_rng(3)
-    old = logprobs + rng.normal(0, 0.4, length)
-    advantages = rng.normal(0, 1, length)
-    settings = {
-        "ppo": {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3},
-        "cispo": {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3},
-        "dro": {"beta": 0.2},
-    }.get(loss_fn, {})
-    ratio = np.exp(logprobs - old)
-    clipped = ratio.clip(0.7, 1.3)
-    expected = {
-        "importance_sampling": -(ratio * advantages),
-        "ppo": -np.minimum(ratio * advantages, clipped * advantages),
-        "cispo": -(clipped * logprobs * advantages),
-        "dro": -(logprobs * advantages - 0.1 * (logprobs - old) ** 2),
-    }[loss_fn].sum()
-    datum = make_datum(length, 5, logprobs=old, advantages=advantages)
-    found, metrics = model.forward_backward(adapter, TrainingBatch(loss_fn, settings, False, [datum]))
-    assert metrics["loss:sum"] == pytest.approx(expected, rel=1e-3, abs=1e-3)
-    np.testing.assert_allclose(found[0], logprobs, atol=1e-4)
-    assert float(sum(g.abs().sum() for g in gradients_of(adapter).values())) > 0
+    inputs = [
+        {
+            "logprobs": own + rng.normal(0, 0.4, own.shape),
+            "advantages": rng.normal(0, 1, own.shape),
+            "sequence_ratio_mask": np.arange(len(own)) > 3,
+        }
+        for own in logprobs
+    ]
+    settings = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3, "beta": 0.2}
+    taken = wire_format.LOSS_INPUTS[loss_fn]
+    batch = [
+        make_datum(length, seed, **{name: values for name, values in given.items() if name in taken})
+        for (seed, length), given in zip(enumerate(lengths, 5), inputs, strict=True)
+    ]
+    found, metrics = model.forward_backward(adapter, TrainingBatch(loss_fn, settings, False, batch))
+    gradients = gradients_of(adapter)
+
+    base = AutoModelForCausalLM.from_pretrained(base_models.STAND_IN, dtype=torch.float32)
+    plain = PeftModel.from_pretrained(base, save(adapter).folder, is_trainable=True)
+    total = torch.zeros(())
+    for datum, ours in zip(batch, found, strict=True):
+        theirs = plain_logprobs(plain(input_ids=torch.from_numpy(datum.tokens)[None]).logits[0], datum)
+        np.testing.assert_allclose(ours, theirs.detach().numpy(), atol=1e-5)
+        tensors = {name: torch.from_numpy(values) for name, values in datum.inputs.items()}
+        total = total + LOSSES[loss_fn].function(theirs[:, None], tensors, settings).sum()
+    total.backward()
+    assert metrics["loss:sum"] == pytest.approx(total.item(), rel=1e-5, abs=1e-5)
+    expected = {key.replace(".default.", "."): p.grad for key, p in plain.named_parameters() if p.requires_grad}
+    assert expected.keys() == gradients.keys()
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[key], atol=1e-5 * largest, rtol=1e-3)
 
 
 def test_several_targets_per_position(model: LocalModel) -> None:
@@ -405,7 +420,7 @@ def test_sequences_side_by_side_do_not_see_each_other(model: LocalModel) -> None
     generator = np.random.default_rng(5)
     sequences = [generator.integers(0, model.vocabulary, length) for length in (3, 17, 8, 30)]
     with torch.no_grad():
-        packed = model._pack(sequences)
+        packed = pack(model, sequences)
         alone = torch.cat([model.hidden_states(torch.from_numpy(tokens)[None])[0] for tokens in sequences])
         as_one = model.hidden_states(torch.from_numpy(np.concatenate(sequences))[None])[0]
     assert torch.allclose(packed, alone, atol=1e-4)

@@ -10,20 +10,17 @@ import tinker
 import zstandard
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
-from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from wire_format import (
     RequestError,
-    SampledSequence,
-    SampleResult,
-    TopK,
     TrainingBatch,
     decode_forward_backward,
-    decode_sample,
     encode_forward_backward,
-    encode_sample,
     parse_forward_backward,
 )
+
+HALF = types.TensorData(data=[0.5], dtype="float32")
 
 
 def make_body(data: list[tinker.Datum], loss_fn: Any = "cross_entropy", config: Any = None) -> bytes:
@@ -90,7 +87,9 @@ def test_sparse_and_wide_targets() -> None:
         ([make_datum([1], target_tokens=[1], weights=[1.0, 2.0])], "cross_entropy", "must be equal"),
         ([make_datum([1], target_tokens=[1], weights=[float("nan")])], "cross_entropy", "not finite"),
         ([make_datum([1], target_tokens=[1], logprobs=[-1.0])], "ppo", "needs the input advantages"),
-        ([make_datum([1], target_tokens=[1])], "gspo", "'gspo' is not supported"),
+        ([make_datum([1], target_tokens=[1])], "stable_reinforce", "not published"),
+        ([make_datum([1], target_tokens=[1])], "custom", "'custom' is not supported"),
+        ([make_datum([1], target_tokens=HALF)], "cross_entropy", "no token id"),
     ],
 )
 def test_mistakes_are_named(data: list[tinker.Datum], loss_fn: str, message: str) -> None:
@@ -116,58 +115,3 @@ def test_results_are_read_by_the_sdk() -> None:
     shapes = [result["logprobs"].shape for result in output.loss_fn_outputs]
     assert shapes == [[2], [2], [1, 2]]
     assert list(output.loss_fn_outputs[2]["logprobs"].data) == [-1.0, -3.0]
-
-    topk = TopK(np.array([[1, 2], [3, 4]], np.int32), np.array([[-0.1, -2.0], [-0.2, -3.0]], np.float32))
-    result = SampleResult(
-        [SampledSequence([1, 3], [-0.1, -0.2], "stop", topk), SampledSequence([], [], "length")],
-        prompt_logprobs=np.array([np.nan, -1.0], np.float32),
-    )
-    sample = deserialize_sample_response(encode_sample(result))
-    assert sample.prompt_logprobs == [None, -1.0]
-    assert [list(sequence.tokens) for sequence in sample.sequences] == [[1, 3], []]
-    assert [sequence.stop_reason for sequence in sample.sequences] == ["stop", "length"]
-    top = sample.sequences[0].topk_logprobs
-    assert top is not None
-    assert top[1] == [(3, pytest.approx(-0.2)), (4, pytest.approx(-3.0))]
-
-
-def make_sample(**changes: Any) -> dict[str, Any]:
-    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
-    params = changes.pop("params", {})
-    return {"prompt": prompt, "sampling_params": {"max_tokens": 4, **params}, **changes}
-
-
-def test_stops_of_every_form() -> None:
-    assert decode_sample(make_sample()).stops_at_eos
-    assert decode_sample(make_sample(params={"stop": "x"})).stop_strings == ("x",)
-    assert decode_sample(make_sample(params={"stop": ["x", "y"]})).stop_strings == ("x", "y")
-    assert decode_sample(make_sample(params={"stop": [7, 8]})).stop_tokens == {7, 8}
-    assert not decode_sample(make_sample(params={"stop": []})).stops_at_eos
-
-
-def test_a_scored_suffix() -> None:
-    assert decode_sample(make_sample(prompt_logprobs=True)).scored_from == 1
-    assert decode_sample(make_sample(prompt_logprobs=True, prompt_logprobs_last_n=1)).scored_from == 2
-    with pytest.raises(RequestError, match="between 1 and 2"):
-        decode_sample(make_sample(prompt_logprobs=True, prompt_logprobs_last_n=3))
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"prompt": None}, "prompt must be an object"),
-        ({"prompt": {"chunks": []}}, "the prompt is empty"),
-        ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, "text models only"),
-        ({"params": {"temperature": -1}}, "temperature is -1"),
-        ({"params": {"top_p": 0}}, "top_p is 0"),
-        ({"params": {"top_k": 0}}, "top_k is 0"),
-        ({"params": {"max_tokens": "5"}}, "max_tokens has the wrong type"),
-        ({"params": {"stop": [""]}}, "empty string"),
-        ({"params": {"stop": [1, "x"]}}, "stop must be"),
-        ({"num_samples": 0}, "num_samples is 0"),
-        ({"prompt_alt_tokens_k": 2}, "not supported"),
-    ],
-)
-def test_sampling_mistakes_are_named(body: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        decode_sample(make_sample(**body))
