@@ -2,22 +2,26 @@
 
     python benchmarks/training_throughput.py                       # the small model; SmolLM2 too where it is installed
     python benchmarks/training_throughput.py --models small --rounds 3
+    python benchmarks/training_throughput.py --server own          # the engine as a process of its own
 
-Both sides do the same work on the same batches in the same process, in turn, and the median over the rounds is printed
-with each side's parts. Training: LoRA rank 16 on every linear layer, float32, AdamW, loss on the last fifth of each
-sequence. Sampling: 64 greedy requests at once of 32 tokens, against `generate` one prompt at a time and against one
-padded batch of all 64.
+Both sides do the same work on the same batches, in turn, and the median over the rounds is printed with each side's
+parts and its target; the exit code is 1 when one is missed. Training: LoRA rank 16 on every linear layer, float32,
+AdamW, loss on the last fifth of each sequence. Sampling: 64 greedy requests at once of 32 tokens, against `generate`
+one prompt at a time and against one padded batch of all 64.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,14 @@ RANK = 16
 LEARNING_RATE = 1e-4
 SAMPLES = 64
 SAMPLE_TOKENS = 32
+# The least that the SDK's rate may be, as a multiple of the other side's.
+TARGETS = {
+    ("small", "plain peft"): 0.7,
+    ("smollm2", "plain peft"): 0.95,
+    ("small", "one at a time"): 6.0,
+    ("smollm2", "one at a time"): 3.5,
+    ("smollm2", "one padded batch"): 0.9,
+}
 
 
 def make_batches(vocabulary: int, count: int, rows: int, length: int) -> list[list[tuple[list[int], list[float]]]]:
@@ -55,7 +67,7 @@ def plain_trainer(folder: Path) -> Callable[[Sequence[Any]], None]:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=32, target_modules="all-linear"))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
 
@@ -110,8 +122,11 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def compare(label: str, unit: str, sides: dict[str, tuple[float, Callable[[], Any]]], rounds: int) -> None:
-    """Run the sides in turn and print the median rate of each and of the first over each other, round by round."""
+def compare(key: str, task: str, sides: dict[str, tuple[float, Callable[[], Any]]], rounds: int) -> bool:
+    """Run the sides in turn and print the median rate of each and of the first over each other, round by round.
+
+    Returns whether the targets for the model `key` are met.
+    """
     rates: dict[str, list[float]] = {side: [] for side in sides}
     for work in (work for _, work in sides.values()):
         work()
@@ -119,11 +134,41 @@ def compare(label: str, unit: str, sides: dict[str, tuple[float, Callable[[], An
         for side, (amount, work) in sides.items():
             rates[side].append(amount / timed(work))
     first, *others = rates
-    print(f"{label}: " + ", ".join(f"{side} {statistics.median(found):.1f} {unit}" for side, found in rates.items()))
+    print(f"{key}, {task}: " + ", ".join(f"{side} {statistics.median(found):.1f}" for side, found in rates.items()))
+    all_met = True
     for other in others:
         ratios = [ours / theirs for ours, theirs in zip(rates[first], rates[other], strict=True)]
+        ratio, target = statistics.median(ratios), TARGETS.get((key, other))
+        verdict = "no target"
+        if target is not None:
+            all_met = all_met and ratio >= target
+            verdict = f"at least {target:g}: {'met' if ratio >= target else 'MISSED'}"
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        print(f"    {first} / {other}: {statistics.median(ratios):.2f} (median of {rounds}, {spread})")
+        print(f"    {first} / {other}: {ratio:.2f} (median of {rounds}, {spread}; {verdict})", flush=True)
+    return all_met
+
+
+@contextlib.contextmanager
+def serving(kind: str, threads: int, state: str) -> Iterator[str]:
+    """The address of a running engine: in this process ("embedded") or in one of its own ("own")."""
+    if kind == "embedded":
+        from mock_tinker import LocalTinkerServer
+
+        with LocalTinkerServer(state, threads=threads) as server:
+            yield server.base_url
+        return
+    program = Path(__file__).resolve().parent.parent / "mock_tinker.py"
+    options = ["--port", "0", "--state-dir", state, "--threads", str(threads), "--log-level", "warning"]
+    command = [sys.executable, str(program), *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None, "its output is read below"
+            ready = process.stdout.readline()
+            if "ready at " not in ready:
+                raise SystemExit("the engine did not start; its messages stand above")
+            yield ready.partition("ready at ")[2].partition(",")[0]
+        finally:
+            process.terminate()
 
 
 def sampling_sides(service: Any, name: str, folder: Path, vocabulary: int) -> dict[str, tuple[float, Any]]:
@@ -141,8 +186,13 @@ def sampling_sides(service: Any, name: str, folder: Path, vocabulary: int) -> di
     ]
     sampler = service.create_sampling_client(base_model=name).result()
     params = types.SamplingParams(max_tokens=SAMPLE_TOKENS, temperature=0.0, stop=[])
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    options = {"max_new_tokens": SAMPLE_TOKENS, "min_new_tokens": SAMPLE_TOKENS, "do_sample": False, "pad_token_id": 0}
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    options: dict[str, Any] = {
+        "max_new_tokens": SAMPLE_TOKENS,
+        "min_new_tokens": SAMPLE_TOKENS,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
 
     def through_sdk() -> None:
         for future in [sampler.sample(types.ModelInput.from_ints(prompt), 1, params) for prompt in prompts]:
@@ -170,7 +220,9 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=["small", "smollm2"], help="default: those that are here")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each side (default 5)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="cores for both sides (default: all)")
+    parser.add_argument("--server", choices=["embedded", "own"], default="embedded", help="default: embedded")
     parser.add_argument("--skip-sampling", action="store_true", help="training only")
+    parser.add_argument("--skip-training", action="store_true", help="sampling only")
     args = parser.parse_args()
 
     import tinker
@@ -178,7 +230,6 @@ def main() -> int:
     from transformers.utils import logging as transformers_logging
 
     import base_models
-    from mock_tinker import LocalTinkerServer
 
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
@@ -186,25 +237,31 @@ def main() -> int:
     offered = base_models.available_models()
     chosen = args.models or [key for key, name in names.items() if name in offered]
     shapes = {"small": (8, 16, 60), "smollm2": (2, 8, 60)}  # batches a measurement, rows, tokens a row
-    with tempfile.TemporaryDirectory() as state, LocalTinkerServer(state, threads=args.threads) as server:
-        service = tinker.ServiceClient(base_url=server.base_url, api_key="tml-benchmark")
-        print(f"{args.threads} threads, torch {torch.__version__}")
+    met = []
+    with tempfile.TemporaryDirectory() as state, serving(args.server, args.threads, state) as url:
+        service = tinker.ServiceClient(base_url=url, api_key="tml-benchmark")
+        load = os.getloadavg()[0]
+        print(
+            f"{args.threads} threads, torch {torch.__version__}, the engine {args.server}, load {load:.1f}", flush=True
+        )
         for key in chosen:
             base = base_models.resolve_base_model(names[key])
             vocabulary = len(base_models.load_tokenizer(base.folder))
-            batches = make_batches(vocabulary, *shapes[key])
-            tokens = sum(len(row) - 1 for batch in batches for row, _ in batch)
-            through_sdk, plain = sdk_trainer(service, names[key]), plain_trainer(base.folder)
-            training = {
-                "SDK": (tokens, lambda run=through_sdk, work=batches: run(work)),
-                "plain peft": (tokens, lambda run=plain, work=batches: run(work)),
-            }
-            compare(f"{key}, training", "tokens/s", training, args.rounds)
+            if not args.skip_training:
+                batches = make_batches(vocabulary, *shapes[key])
+                tokens = sum(len(row) - 1 for batch in batches for row, _ in batch)
+                through_sdk, plain = sdk_trainer(service, names[key]), plain_trainer(base.folder)
+                training: dict[str, tuple[float, Callable[[], Any]]] = {
+                    "SDK": (tokens, partial(through_sdk, batches)),
+                    "plain peft": (tokens, partial(plain, batches)),
+                }
+                met.append(compare(key, "training, tokens/s", training, args.rounds))
             if not args.skip_sampling:
                 sampling = sampling_sides(service, names[key], base.folder, vocabulary)
-                compare(f"{key}, sampling {SAMPLE_TOKENS} tokens", "samples/s", sampling, args.rounds)
+                met.append(compare(key, f"samples of {SAMPLE_TOKENS} tokens/s", sampling, args.rounds))
         service.close("success").result()
-    return 0
+    print("all targets met" if all(met) else "a target is missed")
+    return 0 if all(met) else 1
 
 
 if __name__ == "__main__":
