@@ -205,10 +205,10 @@ async def test_large_replies_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPa
 
 
 def batches(number: int) -> list[list[tinker.Datum]]:
-    """Three batches of a client's own."""
+    """Two batches of a client's own."""
     chance = random.Random(number)
     result = []
-    for _ in range(3):
+    for _ in range(2):
         batch = []
         for _ in range(3):
             tokens = [chance.randrange(100, 4000) for _ in range(chance.randint(4, 20))]
