@@ -10,7 +10,8 @@ Use::
         batch = batch_rows(rows, batch_size=8, seed=42, round=1, step_in_round=step)
         datums = [example.datum for row in batch for example in loader.render(row)]
 
-Reading files is the work of `row_files`, comparing questions that of `overlap`; their names are offered here too.
+Reading files is the work of `row_files` and `run_data`, comparing questions that of `overlap` and `contamination`;
+their names are offered here too.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 from error_handling import DataError
-from overlap import find_overlap, nearest_pair
+from contamination import nearest_pair
+from overlap import find_overlap
 from record_files import first_ten
-from row_files import LoadedRows, Row, RunData, load_rows, load_run_data
+from row_files import LoadedRows, Row, load_rows
+from run_data import RunData, load_run_data
 
 if TYPE_CHECKING:
     import tinker

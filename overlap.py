@@ -1,24 +1,19 @@
-"""Same and similar questions: what must not be in training and evaluation at once, and what lies nearest.
+"""Questions that are the same: what must not be in training and evaluation at once.
 
 `question_keys` gives the fingerprints by which two rows ask the same thing: exact up to case, white space, Unicode
 form and surrounding punctuation (`evaluation.normalise`). `find_overlap` compares two sets of rows by hashes, in time
-linear in their sizes. `TextIndex` is label-blind TF-IDF over the questions, for nearest neighbours::
+linear in their sizes::
 
     leaks = find_overlap(train_rows, eval_rows)
-    row, item, score = nearest_pair(train_rows, eval_rows)
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from evaluation import normalise
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 class Asks(Protocol):
@@ -57,11 +52,15 @@ def question_keys(row: Asks) -> set[bytes]:
     if row.text is not None:
         return {fingerprint([row.text])}
     keys = set()
-    for index, turn in enumerate(row.messages):
+    dialogue: list[dict[str, str]] = []
+    for turn in row.messages:
         if turn["role"] == "assistant":
-            keys.add(_dialogue_key(row.messages[:index]))
-            if index and row.messages[index - 1]["role"] == "user":
-                keys.add(fingerprint([row.messages[index - 1]["content"]]))
+            keys.add(_dialogue_key(dialogue))
+            # Alone, the turn has the key of the dialogue already.
+            if len(dialogue) > 1 and dialogue[-1]["role"] == "user":
+                keys.add(fingerprint([dialogue[-1]["content"]]))
+        if turn["role"] != "system":
+            dialogue.append(turn)
     return keys
 
 
@@ -79,96 +78,34 @@ def question_text(row: Asks) -> str:
     return "\n".join(turn["content"] for turn in row.prompt if turn["role"] == "user")
 
 
-def find_overlap(rows: Sequence[R], others: Sequence[S]) -> list[tuple[R, S]]:
+def find_overlap(rows: Iterable[R], others: Iterable[S]) -> list[tuple[R, S]]:
     """Pairs (training row, evaluation row) that ask the same. Every row of either side that has a partner is listed
     at least once, but not every combination, so that the list stays linear in the number of rows."""
-    first_other: dict[bytes, S] = {}
-    for other in others:
-        first_other.setdefault(prompt_key(other), other)
-    pairs = []
-    first_row: dict[bytes, R] = {}
-    listed: set[int] = set()
+    overlap = Overlap[R, S](others)
     for row in rows:
-        partners = {}
-        for key in question_keys(row):
-            if key in first_other:
-                partners[id(first_other[key])] = first_other[key]
-                first_row.setdefault(key, row)
-        pairs += [(row, partner) for partner in partners.values()]
-        listed.update(partners)
-    for other in others:
-        key = prompt_key(other)
-        if key in first_row and id(other) not in listed:
-            pairs.append((first_row[key], other))
-    return pairs
+        overlap.add(row)
+    return overlap.pairs()
 
 
-class TextIndex:
-    """TF-IDF vectors (words, logarithmic counts, unit length) of a fixed list of texts.
+class Overlap(Generic[R, S]):
+    """`find_overlap` for training rows that come one after the other."""
 
-    Similarities are cosines in [0, 1]; a text without a word is similar to nothing.
-    """
+    def __init__(self, others: Iterable[S]) -> None:
+        self._by_key: dict[bytes, list[S]] = {}
+        for other in others:
+            self._by_key.setdefault(prompt_key(other), []).append(other)
+        self._first_row: dict[bytes, R] = {}
+        self._pairs: list[tuple[R, S]] = []
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        import numpy as np
-        from sklearn.feature_extraction.text import TfidfVectorizer
+    def add(self, row: R) -> bool:
+        """Compare one more row; True when it asks what one of the others asks."""
+        keys = [key for key in question_keys(row) if key in self._by_key]
+        for key in sorted(keys):
+            self._first_row.setdefault(key, row)
+            self._pairs.append((row, self._by_key[key][0]))
+        return bool(keys)
 
-        self.size = len(texts)
-        self._matrix: Any = None
-        if any(re.search(r"\w", text) for text in texts):  # the vectorizer raises on an empty vocabulary
-            self._vectorizer = TfidfVectorizer(sublinear_tf=True, token_pattern=r"(?u)\b\w+\b", dtype=np.float32)
-            self._matrix = self._vectorizer.fit_transform(texts)
-
-    def nearest(
-        self, query: str, *, limit: int, among: np.ndarray | None = None, levels: np.ndarray | None = None
-    ) -> list[tuple[int, float]]:
-        """Up to `limit` (position, similarity) with similarity above 0, the most similar first, then by position.
-
-        `among` (booleans) and `levels` (numbers), both of shape (size,), restrict the positions and put those of a
-        lower level first.
-        """
-        import numpy as np
-
-        if self._matrix is None:
-            return []
-        product = (self._vectorizer.transform([query]) @ self._matrix.T).tocsr()
-        positions, scores = product.indices, product.data
-        keep = scores > 0 if among is None else (scores > 0) & among[positions]
-        positions, scores = positions[keep], scores[keep]
-        ranks = (positions, -scores) if levels is None else (positions, -scores, levels[positions])
-        order = np.lexsort(ranks)[:limit]
-        return list(zip(positions[order].tolist(), scores[order].tolist(), strict=True))
-
-    def similarities(self, queries: Sequence[str]) -> np.ndarray:
-        """Array of shape (len(queries), size)."""
-        import numpy as np
-
-        if self._matrix is None:
-            return np.zeros((len(queries), self.size), dtype=np.float32)
-        return (self._vectorizer.transform(queries) @ self._matrix.T).toarray()
-
-
-def nearest_pair(rows: Sequence[R], others: Sequence[S]) -> tuple[R, S, float] | None:
-    """The most similar (training row, evaluation row, score in [0, 1]) that `find_overlap` does not list already.
-
-    It is for a person to judge whether it is a paraphrase. None when no pair shares a word. Meant for some ten
-    thousand rows: time and the memory of one block grow with len(rows) * len(others).
-    """
-    if not rows or not others:
-        return None
-    index = TextIndex([question_text(row) for row in rows])
-    keys = [question_keys(row) for row in rows]
-    best: tuple[R, S, float] | None = None
-    block = max(1, 5_000_000 // len(rows))
-    for start in range(0, len(others), block):
-        part = others[start : start + block]
-        for other, scores in zip(part, index.similarities([question_text(item) for item in part]), strict=True):
-            key = prompt_key(other)
-            for position in scores.argsort(kind="stable")[::-1]:
-                score = float(scores[position])
-                if score <= 0 or (best is not None and score <= best[2]):
-                    break
-                if key not in keys[position]:
-                    best = (rows[position], other, score)
-                    break
-    return best
+    def pairs(self) -> list[tuple[R, S]]:
+        """See `find_overlap`."""
+        further = [(row, other) for key, row in self._first_row.items() for other in self._by_key[key][1:]]
+        return self._pairs + further

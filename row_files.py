@@ -1,9 +1,9 @@
-"""Training and evaluation files as rows: shapes converted, exact copies removed, files checked against each other.
+"""Training and evaluation files as rows: shapes converted, exact copies removed.
 
-    data = load_run_data("train.jsonl", pool_file="pool.jsonl", eval_file="eval.jsonl")
-    data.train.rows[0].question, data.train.describe(), data.warnings
+    train = load_rows("train.jsonl", purpose="train")
+    train.rows[0].question, train.describe(), train.warnings
 
-All faults of all files are told in one `DataError` (the first ten and a count), each as `file:line: reason`.
+All faults of a file are told in one `DataError` (the first ten and a count), each as `file:line: reason`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from error_handling import DataError
-from overlap import find_overlap, fingerprint, nearest_pair
+from overlap import fingerprint
 from record_files import Fault, RowFault, first_ten, kind_of, quote, read_records
 from row_formats import Message, Purpose, convert_record
-
-# Comparing every training question with every evaluation question to show the nearest pair: beyond this many
-# combinations it would delay the start of a run by more than a few seconds.
-_NEAREST_PAIR_LIMIT = 20_000_000
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -98,19 +93,6 @@ class LoadedRows:
         return f"{self.path}: {len(self.rows)} rows ({shapes}){copies}"
 
 
-@dataclass(frozen=True)
-class RunData:
-    """All files of a run, checked together. `nearest` is the most similar (training or pool row, evaluation row,
-    score in [0, 1]) left, for a person to judge; `overlap` is empty unless it was allowed."""
-
-    train: LoadedRows
-    pool: LoadedRows | None
-    evaluation: LoadedRows | None
-    overlap: tuple[tuple[Row, Row], ...]
-    nearest: tuple[Row, Row, float] | None
-    warnings: tuple[str, ...]
-
-
 def load_rows(
     path: str | Path,
     *,
@@ -123,70 +105,13 @@ def load_rows(
     `purpose` is "train" or "eval" (also for test files). A row's category is its `category_field`, or else its
     `category`. A missing file is told with the names that come near.
     """
-    loaded, faults = _read_rows(path, purpose, category_field, train_on_what)
-    _raise_faults(faults)
+    loaded, faults = read_rows(path, purpose, category_field, train_on_what)
+    raise_faults(faults)
     return loaded
 
 
-def load_run_data(
-    train_file: str | Path,
-    *,
-    pool_file: str | Path | None = None,
-    eval_file: str | Path | None = None,
-    category_field: str | None = None,
-    train_on_what: str = "last_assistant_turn",
-    allow_overlap: bool = False,
-) -> RunData:
-    """The files of a run, checked on their own and against each other; all faults in one `DataError`.
-
-    Refused beside faulty rows: an id in both training file and pool, and training or pool rows that ask what an
-    evaluation row asks (exactly or up to case, spaces and Unicode form), unless `allow_overlap`.
-    """
-    faults: list[Fault] = []
-    files: list[LoadedRows | None] = []
-    for path, purpose in ((train_file, "train"), (pool_file, "train"), (eval_file, "eval")):
-        if path is None:
-            files.append(None)
-            continue
-        loaded, found = _read_rows(path, purpose, category_field, train_on_what)  # type: ignore[arg-type]
-        files.append(loaded)
-        faults += found
-    train, pool, evaluation = files
-    assert train is not None
-    trainable = train.rows + (pool.rows if pool else ())
-    asked = evaluation.rows if evaluation else ()
-    ids: dict[str, Row] = {}
-    for row in trainable:
-        other = ids.setdefault(row.id, row)
-        if other is not row and other.source != row.source:
-            reason = f"the id {quote(row.id)} is also that of {other.where}; a pool needs ids of its own"
-            faults.append(Fault(row.source, row.line, reason))
-    overlap = find_overlap(trainable, asked)
-    warnings = [warning for loaded in files if loaded for warning in loaded.warnings]
-    nearest = None
-    if len(trainable) * len(asked) <= _NEAREST_PAIR_LIMIT:
-        nearest = nearest_pair(trainable, asked)
-    elif asked:
-        warnings.append("the most similar training and evaluation rows are not shown: too many to compare")
-    hint = ""
-    if overlap and not allow_overlap:
-        faults += [_overlap_fault(row, item) for row, item in overlap]
-        if nearest:
-            row, item, score = nearest
-            hint = f"\nNearest pair apart from these (similarity {score:.2f}): {row.where} {quote(row.question)}"
-            hint += f" and {item.where} {quote(item.question)}"
-        hint += "\nRemove the rows on one side, or set allow_overlap=true to measure on training data on purpose."
-    _raise_faults(faults, hint)
-    return RunData(train, pool, evaluation, tuple(overlap), nearest, tuple(warnings))
-
-
-def _overlap_fault(row: Row, item: Row) -> Fault:
-    same = any(turn["content"] == item.question for turn in row.messages) or row.text == item.question
-    how = "exactly" if same else "up to case, spaces and punctuation"
-    return Fault(row.source, row.line, f"asks {how} what evaluation item {quote(item.id)} ({item.where}) asks")
-
-
-def _raise_faults(faults: Sequence[Fault], hint: str = "") -> None:
+def raise_faults(faults: Sequence[Fault], hint: str = "") -> None:
+    """One `DataError` for all faults, the first ten and a count; `hint` follows them."""
     if faults:
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
         listed = "\n".join(f"  {line}" for line in first_ten(faults))
@@ -213,9 +138,10 @@ def _existing_file(path: str | Path) -> Path:
     raise DataError(f"{path}: not found; {there}")
 
 
-def _read_rows(
+def read_rows(
     path: str | Path, purpose: Purpose, category_field: str | None, train_on_what: str
 ) -> tuple[LoadedRows, list[Fault]]:
+    """`load_rows`, with the faults handed back, so that those of several files can be told together."""
     file, source = _existing_file(path), str(path)
     faults: list[Fault] = []
     rows: list[Row] = []

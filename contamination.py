@@ -1,0 +1,338 @@
+"""Training rows that ask what an evaluation item asks: the same, nearly the same, and the most similar that is left.
+
+    found = compare(train_rows, eval_rows)
+    found.overlap     # pairs that ask the same (`overlap`): a run refuses them
+    found.near        # rows that hold most of an item's text: they are left out of training, and listed
+    found.nearest     # the most similar pair of the rest, for a person to judge
+
+A row is *near* an item when it holds at least 80 % of the item's n-grams of words (containment), whatever else it
+says. n is 8, as long runs as that are rarely shared by chance, and for an item below 16 words half its words (at least
+3), so that a short item has several n-grams too. An item of fewer than 3 words is compared as a whole only.
+
+Questions are often made from a template ("What is the capital of ..."), or begin with one instruction. So a row must
+also hold 80 % of those n-grams of the item that are not common; common is what more than 5 and more than 1 % of the
+items hold, or of 2,000 rows spread evenly over the training rows. An item of common n-grams alone keeps them all:
+otherwise a question copied many times would slip through. System turns never count.
+
+Rows are read once, in order, and not kept: time is linear in them and memory does not grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from overlap import Asks, Overlap, question_text
+from text_index import count_words, to_unit_length
+from word_table import WordTable, batches, evenly_spaced
+
+if TYPE_CHECKING:
+    import numpy as np
+
+NEAR = 0.8
+LONGEST_NGRAM = 8
+SHORTEST_NGRAM = 3
+COMMON_SHARE = 0.01
+COMMON_COUNT = 5
+_SAMPLED_ROWS = 2000
+_BLOCK = 4096
+# Pairs of row and item up to which all are compared for the most similar one.
+_ALL_PAIRS = 20_000_000
+# Pairs of a block whose similarity is worked out in full.
+_LOOKED_AT = 64
+_FILTER_BITS = 20
+_BASE = 0xC2B2AE3D27D4EB4F
+_MIX = 0x9E3779B97F4A7C15
+
+
+class Named(Asks, Protocol):
+    """A row that can be told to a person."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def where(self) -> str: ...
+
+
+R = TypeVar("R", bound=Named)
+S = TypeVar("S", bound=Named)
+
+
+@dataclass(frozen=True)
+class NearMatch:
+    """A training row and the evaluation item it holds most of. `score` is the share of the item's word n-grams, in
+    [0.8, 1]; `position` counts the training rows from 0."""
+
+    position: int
+    row_id: str
+    row_where: str
+    item_id: str
+    item_where: str
+    score: float
+
+    def to_json(self) -> dict[str, Any]:
+        """A row of `near_matches.jsonl`."""
+        return {
+            "id": self.row_id,
+            "where": self.row_where,
+            "item": self.item_id,
+            "item_where": self.item_where,
+            "score": self.score,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.row_where} holds {self.score:.0%} of item {self.item_id!r} ({self.item_where})"
+
+
+@dataclass(frozen=True)
+class Comparison(Generic[R, S]):
+    """What `compare` found. `nearest` is (row, item, similarity in [0, 1]) over rows in neither `overlap` nor `near`;
+    None when no such row shares a word with an item."""
+
+    overlap: tuple[tuple[R, S], ...]
+    near: tuple[NearMatch, ...]
+    nearest: tuple[R, S, float] | None
+
+
+def compare(rows: Sequence[R], items: Sequence[S]) -> Comparison[R, S]:
+    """Compare every training row with every evaluation item, in one pass over the rows."""
+    if not rows or not items:
+        return Comparison((), (), None)
+    same = Overlap[R, S](items)
+    texts = [question_text(item) for item in items]
+    near = NearMatcher(texts, [question_text(row) for row in evenly_spaced(rows, _SAMPLED_ROWS)])
+    nearest = _NearestPair[R](near.words, texts, len(rows))
+    matches = []
+    for number, block in enumerate(batches(rows, _BLOCK)):
+        encoded = near.encode([question_text(row) for row in block])
+        found = near.match(encoded)
+        rest = []
+        for at, row in enumerate(block):
+            if same.add(row):
+                continue
+            if at in found:
+                item, score = found[at]
+                named = items[item]
+                position = number * _BLOCK + at
+                matches.append(NearMatch(position, row.id, row.where, named.id, named.where, score))
+            else:
+                rest.append(at)
+        nearest.add(block, encoded, rest)
+    best = None if nearest.row is None else (nearest.row, items[nearest.item], nearest.score)
+    return Comparison(tuple(same.pairs()), tuple(matches), best)
+
+
+def nearest_pair(rows: Sequence[R], items: Sequence[S]) -> tuple[R, S, float] | None:
+    """The most similar (training row, evaluation row, score) that is neither the same question nor a near match."""
+    return compare(rows, items).nearest
+
+
+Encoded = tuple["np.ndarray", "np.ndarray"]
+"""(word numbers of all texts in order, words per text)."""
+
+
+class NearMatcher:
+    """Finds the texts that hold most of an item. `sample` are texts of rows by which common n-grams are told."""
+
+    def __init__(self, items: Sequence[str], sample: Iterable[str] = ()) -> None:
+        import numpy as np
+
+        self.words = WordTable("symbols")
+        numbers, counts = self.words.encode(items)
+        ends = np.cumsum(counts)
+        grams: dict[int, dict[int, np.ndarray]] = {}  # by n, by item
+        for item, (end, count) in enumerate(zip(ends.tolist(), counts.tolist(), strict=True)):
+            if count >= SHORTEST_NGRAM:
+                n = ngram_length(count)
+                grams.setdefault(n, {})[item] = np.unique(_hashes(numbers[end - count : end], n))
+        sampled = list(sample)
+        self._sizes = [_Size(n, by_item) for n, by_item in sorted(grams.items())]
+        encoded = self.encode(sampled)
+        for size in self._sizes:
+            size.leave_out_common(size.hits(*_windows(*encoded)), len(items), len(sampled))
+
+    def encode(self, texts: Iterable[str]) -> Encoded:
+        """The texts as `match` takes them."""
+        return self.words.encode(texts, grow=False)
+
+    def match(self, encoded: Encoded) -> dict[int, tuple[int, float]]:
+        """(item, share of its n-grams) by text, for the texts near an item; of several items the one held most."""
+        numbers, counts = encoded
+        windows = _windows(numbers, counts)
+        found: dict[int, tuple[int, float]] = {}
+        for size in self._sizes:
+            for text, item in size.candidates(size.hits(*windows)):
+                end = int(counts[: text + 1].sum())
+                share = size.share(numbers[end - int(counts[text]) : end], item)
+                if share >= NEAR and (text not in found or (share, -item) > (found[text][1], -found[text][0])):
+                    found[text] = item, share
+        return found
+
+    def match_text(self, text: str) -> tuple[int, float] | None:
+        """(item, share) for one text; None when it is near no item."""
+        return self.match(self.encode([text])).get(0)
+
+
+def ngram_length(n_words: int) -> int:
+    """n for an item of `n_words` words."""
+    return min(LONGEST_NGRAM, max(SHORTEST_NGRAM, n_words // 2))
+
+
+class _Size:
+    """The n-grams of the items that are compared by one n."""
+
+    def __init__(self, n: int, by_item: dict[int, np.ndarray]) -> None:
+        self.n = n
+        self._by_item = by_item
+        self._index(by_item)
+
+    def _index(self, by_item: dict[int, np.ndarray]) -> None:
+        """Set up the look-up from n-gram to items; `by_item` holds the n-grams that count."""
+        import numpy as np
+
+        items = np.repeat(list(by_item), [len(grams) for grams in by_item.values()])
+        grams = np.concatenate(list(by_item.values()))
+        order = np.lexsort((items, grams))
+        self._grams, self._starts = np.unique(grams[order], return_index=True)
+        self._holders = items[order]
+        self._counts = np.diff(self._starts, append=len(grams))
+        self._needed = {item: len(grams) for item, grams in by_item.items()}
+        # Most n-grams of a row are no item's: this says so without a search, for all but a few.
+        self._maybe = np.zeros(1 << _FILTER_BITS, dtype=bool)
+        self._maybe[self._grams >> np.uint64(64 - _FILTER_BITS)] = True
+
+    def hits(self, numbers: np.ndarray, texts: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(text, index of n-gram), each pair once, for the items' n-grams in texts given as `_windows` has them."""
+        import numpy as np
+
+        starts = np.flatnonzero(runs >= self.n)
+        hashes = _hashes(numbers, self.n, starts)
+        kept = self._maybe[hashes >> np.uint64(64 - _FILTER_BITS)]
+        starts, hashes = starts[kept], hashes[kept]
+        at = np.searchsorted(self._grams, hashes)
+        real = at < len(self._grams)
+        real[real] = self._grams[at[real]] == hashes[real]
+        pairs = np.unique(texts[starts[real]] * len(self._grams) + at[real])
+        return pairs // len(self._grams), pairs % len(self._grams)
+
+    def leave_out_common(self, sampled: tuple[np.ndarray, np.ndarray], n_items: int, n_rows: int) -> None:
+        """Take the common n-grams out of the look-up; `sampled` are the hits in a sample of `n_rows` rows."""
+        import numpy as np
+
+        in_rows = np.bincount(sampled[1], minlength=len(self._grams))
+        common = (self._counts > max(COMMON_COUNT, COMMON_SHARE * n_items)) | (
+            in_rows > max(COMMON_COUNT, COMMON_SHARE * n_rows)
+        )
+        if not common.any():
+            return
+        common_grams = self._grams[common]
+        rare = {item: grams[~np.isin(grams, common_grams)] for item, grams in self._by_item.items()}
+        self._index({item: grams if len(grams) else self._by_item[item] for item, grams in rare.items()})
+
+    def candidates(self, hits: tuple[np.ndarray, np.ndarray]) -> list[tuple[int, int]]:
+        """(text, item) where the text holds enough of those n-grams of the item that are not common."""
+        import numpy as np
+
+        texts, grams = hits
+        counts = self._counts[grams]
+        first = np.repeat(self._starts[grams] - (np.cumsum(counts) - counts), counts)
+        items = self._holders[first + np.arange(len(first))]
+        pairs, held = np.unique(np.repeat(texts, counts) << 32 | items, return_counts=True)
+        return [
+            (pair >> 32, item)
+            for pair, count in zip(pairs.tolist(), held.tolist(), strict=True)
+            if count >= NEAR * self._needed[item := pair & (2**32 - 1)]
+        ]
+
+    def share(self, numbers: np.ndarray, item: int) -> float:
+        """The share of all n-grams of `item` in a text, common ones included."""
+        import numpy as np
+
+        grams = self._by_item[item]
+        return float(np.isin(grams, _hashes(numbers, self.n)).mean())
+
+
+def _windows(numbers: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(numbers, text of each word, known words from there on in a row within the text)."""
+    import numpy as np
+
+    places = np.arange(len(numbers))
+    texts = np.repeat(np.arange(len(counts)), counts)
+    ends = np.repeat(np.cumsum(counts), counts)
+    unknown = np.where(numbers < 0, places, len(numbers))
+    next_unknown = np.minimum.accumulate(unknown[::-1])[::-1]
+    return numbers, texts, np.minimum(next_unknown, ends) - places
+
+
+def _hashes(numbers: np.ndarray, n: int, starts: np.ndarray | None = None) -> np.ndarray:
+    """64-bit hashes of the n-grams of word numbers that begin at `starts` (None: everywhere)."""
+    import numpy as np
+
+    if starts is None:
+        starts = np.arange(max(0, len(numbers) - n + 1))
+    mixed = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(_MIX)
+    mixed ^= mixed >> np.uint64(32)
+    hashes = np.zeros(len(starts), dtype=np.uint64)
+    for offset in range(n):
+        hashes = hashes * np.uint64(_BASE) + mixed[starts + offset]
+    hashes ^= hashes >> np.uint64(29)
+    return hashes * np.uint64(_MIX)
+
+
+class _NearestPair(Generic[R]):
+    """The pair with the highest TF-IDF cosine of all rows added.
+
+    How rare a word is (idf) is told from the items alone, so that one pass over the rows is enough; a word that no item
+    has counts as the rarest. Where rows and items are too many to compare all, pairs are looked for by the words that
+    few items have; their similarity then counts every word.
+    """
+
+    def __init__(self, words: WordTable, items: Sequence[str], n_rows: int) -> None:
+        import numpy as np
+        from scipy.sparse import csr_matrix
+
+        self.row: R | None = None
+        self.item = -1
+        self.score = 0.0
+        rows, numbers, times = count_words(*words.encode(items, grow=False))
+        frequencies = np.bincount(numbers, minlength=words.size)
+        self._idf = np.log((1 + len(items)) / (1 + frequencies)) + 1
+        self._unseen = np.log(1 + len(items)) + 1
+        weights = (1 + np.log(times)) * self._idf[numbers]
+        to_unit_length(rows, weights)
+        shape = (len(items), words.size)
+        self._items: Any = csr_matrix((weights, (rows, numbers)), shape=shape)
+        telling = frequencies[numbers] <= max(COMMON_COUNT, COMMON_SHARE * len(items))
+        if n_rows * len(items) <= _ALL_PAIRS:
+            telling[:] = True
+        found_by: Any = csr_matrix((weights[telling], (rows[telling], numbers[telling])), shape=shape)
+        self._found_by: Any = found_by.T.tocsr()
+
+    def add(self, rows: Sequence[R], encoded: Encoded, among: Sequence[int]) -> None:
+        """Look at the rows at the positions `among`; `encoded` are their words."""
+        import numpy as np
+        from scipy.sparse import csr_matrix
+
+        if not among:
+            return
+        texts, numbers, times = count_words(encoded[0] + 1, encoded[1])  # one higher, for unknown words are -1
+        known = numbers > 0
+        weights = (1 + np.log(times[known])) * self._idf[numbers[known] - 1]
+        squares = np.bincount(texts[known], weights=weights**2, minlength=len(rows))
+        squares[texts[~known]] += times[~known] * self._unseen**2
+        weights /= np.sqrt(squares[texts[known]])
+        shape = (len(rows), len(self._idf))
+        vectors: Any = csr_matrix((weights, (texts[known], numbers[known] - 1)), shape=shape)
+        if len(among) < len(rows):
+            vectors = vectors[list(among)]
+        product = (vectors @ self._found_by).tocoo()
+        if not product.nnz:
+            return
+        best = np.argsort(-product.data, kind="stable")[:_LOOKED_AT]
+        at, items = product.row[best], product.col[best]
+        scores = np.asarray(vectors[at].multiply(self._items[items]).sum(axis=1)).ravel()
+        highest = int(scores.argmax())
+        if scores[highest] > self.score:
+            self.score, self.item = min(1.0, float(scores[highest])), int(items[highest])
+            self.row = rows[among[int(at[highest])]]

@@ -1,0 +1,236 @@
+"""The data files of a run, read and checked against each other before anything is spent.
+
+    data = load_run_data("train.jsonl", pool_file="pool.jsonl", eval_file="eval.jsonl")
+    data.train.rows[0].question, data.train.describe(), data.warnings
+
+Training and pool rows that ask what an evaluation or test item asks refuse the run; those that hold most of an item
+(`contamination`) are left out and listed. All faults of all files are told in one `DataError`, each as
+`file:line: reason`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, overload
+
+from contamination import Comparison, NearMatch, compare
+from error_handling import DataError
+from record_files import Fault, first_ten, quote
+from row_files import LoadedRows, Row, raise_faults, read_rows
+from row_formats import Purpose
+
+
+@dataclass(frozen=True)
+class RunData:
+    """All files of a run, checked together.
+
+    `train` and `pool` are without the rows `near` an evaluation or test item, unless overlap was allowed; `overlap` is
+    empty unless it was. `nearest` is the most similar (training or pool row, evaluation or test row, score in [0, 1])
+    left, for a person to judge.
+    """
+
+    train: LoadedRows
+    pool: LoadedRows | None
+    evaluation: LoadedRows | None
+    overlap: tuple[tuple[Row, Row], ...]
+    nearest: tuple[Row, Row, float] | None
+    warnings: tuple[str, ...]
+    near: tuple[NearMatch, ...] = ()
+    test: LoadedRows | None = None
+
+    @property
+    def on_training_data(self) -> bool:
+        """Whether evaluation items are in the training data, as they are or nearly so: then scores say nothing about
+        other data."""
+        return bool(self.overlap) or (bool(self.near) and self.near_kept)
+
+    near_kept: bool = False
+
+
+class RowsWithout(Sequence[Row]):
+    """`rows` without those at some positions, read from the rows themselves when they are asked for."""
+
+    def __init__(self, rows: Sequence[Row], left_out: Iterable[int]) -> None:
+        self._rows = rows
+        self._left_out = sorted(set(left_out))
+        # The k-th row left out has so many kept rows before it.
+        self._kept_before = [position - k for k, position in enumerate(self._left_out)]
+
+    def __len__(self) -> int:
+        return len(self._rows) - len(self._left_out)
+
+    def __iter__(self) -> Iterator[Row]:
+        rows = iter(self._rows)
+        position = 0
+        for left_out in self._left_out:
+            yield from islice(rows, left_out - position)
+            next(rows)
+            position = left_out + 1
+        yield from rows
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        from bisect import bisect_right
+
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        index %= len(self)
+        return self._rows[index + bisect_right(self._kept_before, index)]
+
+
+class Chained(Sequence[Row]):
+    """The rows of several sequences one after the other, without copying them."""
+
+    def __init__(self, *parts: Sequence[Row]) -> None:
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self._parts)
+
+    def __iter__(self) -> Iterator[Row]:
+        return chain.from_iterable(self._parts)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        size = len(self)
+        if not -size <= index < size:
+            raise IndexError(f"row {index} of {size}")
+        index %= size
+        for part in self._parts:
+            if index < len(part):
+                return part[index]
+            index -= len(part)
+        raise AssertionError("a position below the length lies in a part")
+
+
+def load_run_data(
+    train_file: str | Path,
+    *,
+    pool_file: str | Path | None = None,
+    eval_file: str | Path | None = None,
+    test_file: str | Path | None = None,
+    category_field: str | None = None,
+    train_on_what: str = "last_assistant_turn",
+    allow_overlap: bool = False,
+) -> RunData:
+    """The files of a run, checked on their own and against each other; all faults in one `DataError`.
+
+    Refused beside faulty rows: one file in two places, by path or content; an id in both training file and pool;
+    training or pool rows that ask what an evaluation or test row asks (exactly or up to case, spaces and Unicode form).
+    `allow_overlap` permits it for evaluation rows, and then keeps near matches too; a test file is never trained on.
+    """
+    faults: list[Fault] = []
+    files: dict[str, LoadedRows] = {}
+    places: tuple[tuple[str, str | Path | None, Purpose], ...] = (
+        ("training", train_file, "train"),
+        ("pool", pool_file, "train"),
+        ("evaluation", eval_file, "eval"),
+        ("test", test_file, "eval"),
+    )
+    for name, path, purpose in places:
+        if path is not None:
+            files[name], found = read_rows(path, purpose, category_field, train_on_what)
+            faults += found
+    _refuse_one_file_twice(files, allow_overlap)
+    train, pool = files["training"], files.get("pool")
+    faults += _shared_ids(train, pool)
+    trainable = Chained(train.rows, pool.rows) if pool else train.rows
+    evaluation: Comparison[Row, Row] = compare(trainable, files["evaluation"].rows if "evaluation" in files else ())
+    test: Comparison[Row, Row] = compare(trainable, files["test"].rows if "test" in files else ())
+    refused = (*test.overlap, *(() if allow_overlap else evaluation.overlap))
+    faults += [_overlap_fault(row, item) for row, item in refused]
+    nearest = max((found.nearest for found in (evaluation, test) if found.nearest), key=lambda n: n[2], default=None)
+    raise_faults(faults, _overlap_hint(nearest, bool(test.overlap)) if refused else "")
+    near = {match.position: match for match in (*evaluation.near, *test.near)}
+    dropped = {match.position for match in (*test.near, *(() if allow_overlap else evaluation.near))}
+    if dropped:
+        train = _without(train, [position for position in dropped if position < len(train.rows)])
+        if pool:
+            n_train = len(files["training"].rows)
+            pool = _without(pool, [position - n_train for position in dropped if position >= n_train])
+    matches = tuple(near[position] for position in sorted(near))
+    if not len(train.rows):
+        raise DataError(
+            f"{train.path}: every row is nearly an evaluation item, so none is left to train on:\n"
+            + "\n".join(f"  {line}" for line in first_ten(matches))
+        )
+    return RunData(
+        train=train,
+        pool=pool,
+        evaluation=files.get("evaluation"),
+        overlap=evaluation.overlap,
+        nearest=nearest,
+        warnings=tuple(warning for loaded in files.values() for warning in loaded.warnings),
+        near=matches,
+        test=files.get("test"),
+        near_kept=allow_overlap and bool(evaluation.near),
+    )
+
+
+def _without(loaded: LoadedRows, positions: Sequence[int]) -> LoadedRows:
+    rows: Any = RowsWithout(loaded.rows, positions)
+    return replace(loaded, rows=rows) if positions else loaded
+
+
+def _refuse_one_file_twice(files: dict[str, LoadedRows], allow_overlap: bool) -> None:
+    """Raise `DataError` where two of the files are one, by path or content."""
+    faults = []
+    names = list(files)
+    for number, first in enumerate(names):
+        for second in names[number + 1 :]:
+            if allow_overlap and {first, second} <= {"training", "pool", "evaluation"}:
+                continue
+            one, other = files[first], files[second]
+            if one.path.resolve() == other.path.resolve():
+                faults.append(f"the {first} file and the {second} file are one file, {one.path}")
+            elif one.digest == other.digest:
+                faults.append(f"the {first} file {one.path} and the {second} file {other.path} have the same content")
+    if faults:
+        remedy = "Name different files, or set allow_overlap=true to measure on training data on purpose"
+        raise DataError("\n".join([*faults, f"{remedy} (a test file must never be trained or tuned on)."]))
+
+
+def _shared_ids(train: LoadedRows, pool: LoadedRows | None) -> list[Fault]:
+    if pool is None:
+        return []
+    ids = {row.id for row in pool.rows}
+    shared = {row.id: row.where for row in train.rows if row.id in ids}
+    return [
+        Fault(
+            row.source,
+            row.line,
+            f"the id {quote(row.id)} is also that of {shared[row.id]}; a pool needs ids of its own",
+        )
+        for row in (pool.rows if shared else ())
+        if row.id in shared
+    ]
+
+
+def _overlap_fault(row: Row, item: Row) -> Fault:
+    same = any(turn["content"] == item.question for turn in row.messages) or row.text == item.question
+    how = "exactly" if same else "up to case, spaces and punctuation"
+    return Fault(row.source, row.line, f"asks {how} what evaluation item {quote(item.id)} ({item.where}) asks")
+
+
+def _overlap_hint(nearest: tuple[Row, Row, float] | None, with_test: bool) -> str:
+    hint = ""
+    if nearest:
+        row, item, score = nearest
+        hint = f"\nNearest pair apart from these (similarity {score:.2f}): {row.where} {quote(row.question)}"
+        hint += f" and {item.where} {quote(item.question)}"
+    if with_test:
+        return hint + "\nRemove the rows on one side; what is in a test file is never trained on."
+    return hint + "\nRemove the rows on one side, or set allow_overlap=true to measure on training data on purpose."
