@@ -90,7 +90,7 @@ class EvaluationResult:
 
 def normalise(text: str) -> str:
     """NFKC, lower case, surrounding white space and punctuation removed, inner white space folded to one blank."""
-    folded = re.sub(r"\s+", " ", unicodedata.normalize("NFKC", text)).strip().lower()
+    folded = " ".join(unicodedata.normalize("NFKC", text).split()).lower()
     return folded.strip(" \t\n\r.,;:!?\"'`*()[]{}<>")
 
 

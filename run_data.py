@@ -10,17 +10,18 @@ Training and pool rows that ask what an evaluation or test item asks refuse the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 from contamination import Comparison, NearMatch, compare
 from error_handling import DataError
 from record_files import Fault, first_ten, quote
 from row_files import LoadedRows, Row, raise_faults, read_rows
 from row_formats import Purpose
+from row_table import RowTable, shared_ids
 
 
 @dataclass(frozen=True)
@@ -48,42 +49,6 @@ class RunData:
         return bool(self.overlap) or (bool(self.near) and self.near_kept)
 
     near_kept: bool = False
-
-
-class RowsWithout(Sequence[Row]):
-    """`rows` without those at some positions, read from the rows themselves when they are asked for."""
-
-    def __init__(self, rows: Sequence[Row], left_out: Iterable[int]) -> None:
-        self._rows = rows
-        self._left_out = sorted(set(left_out))
-        # The k-th row left out has so many kept rows before it.
-        self._kept_before = [position - k for k, position in enumerate(self._left_out)]
-
-    def __len__(self) -> int:
-        return len(self._rows) - len(self._left_out)
-
-    def __iter__(self) -> Iterator[Row]:
-        rows = iter(self._rows)
-        position = 0
-        for left_out in self._left_out:
-            yield from islice(rows, left_out - position)
-            next(rows)
-            position = left_out + 1
-        yield from rows
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
-        from bisect import bisect_right
-
-        if isinstance(index, slice):
-            return [self[position] for position in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        index %= len(self)
-        return self._rows[index + bisect_right(self._kept_before, index)]
 
 
 class Chained(Sequence[Row]):
@@ -146,7 +111,9 @@ def load_run_data(
             faults += found
     _refuse_one_file_twice(files, allow_overlap)
     train, pool = files["training"], files.get("pool")
-    faults += _shared_ids(train, pool)
+    for row, other in shared_ids(train.rows, pool.rows) if pool else ():
+        reason = f"the id {quote(other.id)} is also that of {row.where}; a pool needs ids of its own"
+        faults.append(Fault(other.source, other.line, reason))
     trainable = Chained(train.rows, pool.rows) if pool else train.rows
     evaluation: Comparison[Row, Row] = compare(trainable, files["evaluation"].rows if "evaluation" in files else ())
     test: Comparison[Row, Row] = compare(trainable, files["test"].rows if "test" in files else ())
@@ -157,10 +124,9 @@ def load_run_data(
     near = {match.position: match for match in (*evaluation.near, *test.near)}
     dropped = {match.position for match in (*test.near, *(() if allow_overlap else evaluation.near))}
     if dropped:
-        train = _without(train, [position for position in dropped if position < len(train.rows)])
-        if pool:
-            n_train = len(files["training"].rows)
-            pool = _without(pool, [position - n_train for position in dropped if position >= n_train])
+        n_train = len(train.rows)
+        train = _without(train, {position for position in dropped if position < n_train})
+        pool = pool and _without(pool, {position - n_train for position in dropped if position >= n_train})
     matches = tuple(near[position] for position in sorted(near))
     if not len(train.rows):
         raise DataError(
@@ -180,9 +146,14 @@ def load_run_data(
     )
 
 
-def _without(loaded: LoadedRows, positions: Sequence[int]) -> LoadedRows:
-    rows: Any = RowsWithout(loaded.rows, positions)
-    return replace(loaded, rows=rows) if positions else loaded
+def _without(loaded: LoadedRows, positions: Collection[int]) -> LoadedRows:
+    """The rows of a file but for those at `positions`."""
+    if not positions:
+        return loaded
+    kept = [position for position in range(len(loaded.rows)) if position not in positions]
+    if isinstance(loaded.rows, RowTable):
+        return replace(loaded, rows=loaded.rows.take(kept))
+    return replace(loaded, rows=tuple(loaded.rows[position] for position in kept))
 
 
 def _refuse_one_file_twice(files: dict[str, LoadedRows], allow_overlap: bool) -> None:
@@ -201,22 +172,6 @@ def _refuse_one_file_twice(files: dict[str, LoadedRows], allow_overlap: bool) ->
     if faults:
         remedy = "Name different files, or set allow_overlap=true to measure on training data on purpose"
         raise DataError("\n".join([*faults, f"{remedy} (a test file must never be trained or tuned on)."]))
-
-
-def _shared_ids(train: LoadedRows, pool: LoadedRows | None) -> list[Fault]:
-    if pool is None:
-        return []
-    ids = {row.id for row in pool.rows}
-    shared = {row.id: row.where for row in train.rows if row.id in ids}
-    return [
-        Fault(
-            row.source,
-            row.line,
-            f"the id {quote(row.id)} is also that of {shared[row.id]}; a pool needs ids of its own",
-        )
-        for row in (pool.rows if shared else ())
-        if row.id in shared
-    ]
 
 
 def _overlap_fault(row: Row, item: Row) -> Fault:

@@ -29,7 +29,9 @@ differ) and each character of a script without spaces between words (Chinese, Ja
 
 _TEXTS_AT_ONCE = 1024
 _LETTERS = re.compile(r"\w+")
-_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+)
 _SIGNS = "#$%&*+/<=>@\\^|~"
 _SYMBOLS = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+|[{re.escape(_SIGNS)}]|[^\w\s\x00-\x7f]")
 _BASE = 0x9E3779B97F4A7C15 | 1

@@ -1,0 +1,282 @@
+"""What is kept of every row of a file, in arrays: where it stands, what it asks, and by which rules it is equal to
+another one. About 100 bytes a row, whatever the row's length.
+
+    builder = ColumnBuilder(rules)
+    builder.add(decoder.decode(raw, offset), line, offset, raw)      # RowFault when the record is no row
+    columns = builder.columns()
+    first_with_same(columns.record)                                  # exact copies: the first row of each kind
+
+Keys are digests of 16 bytes, held as pairs of 64-bit numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from evaluation import normalise
+from record_files import Decoded
+from row_formats import SHAPE_NAMES, RowContent
+from row_record import RowRules, given_id
+
+Array = np.ndarray[Any, Any]
+
+_SHAPE_CODES = {name: code for code, name in enumerate(SHAPE_NAMES)}
+_NO_ANSWER = bytes(16)
+_PLAIN, _GIVEN_ID, _ONE_KEY = 1, 2, 4
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Arrays of one entry a row, in the order of the file, and lists of what only some rows have.
+
+    `offset` and `length` (bytes) say where the row's line stands, `crc` is its CRC-32. Two rows have the same `record`
+    when they are equal in every field, the same `asks` when their prompts (system turn included) are equal but for
+    case and spaces, the same `answer` when their targets are. `category` is a position in `categories`, -1 for none.
+    `key_rows` and `keys` are the pairs of a row and what it has an answer to (`overlap.question_keys`), `id_rows` and
+    `ids` those of a row and its own id; `numbered` are rows whose own id looks like that of the row at a line.
+    """
+
+    offset: Array
+    length: Array
+    line: Array
+    crc: Array
+    flags: Array
+    shape: Array
+    category: Array
+    record: Array
+    asks: Array
+    answer: Array
+    key_rows: Array
+    keys: Array
+    id_rows: Array
+    ids: Array
+    categories: tuple[str, ...]
+    numbered: tuple[tuple[int, int], ...]
+    note_rows: Array
+    note_codes: Array
+    notes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.line)
+
+    @property
+    def plain(self) -> Array:
+        """Whether `orjson.loads` of the line gives the record."""
+        return (self.flags & _PLAIN) != 0
+
+    @property
+    def has_id(self) -> Array:
+        """Whether the row has an id of its own."""
+        return (self.flags & _GIVEN_ID) != 0
+
+    def rows_asking(self, wanted: Collection[bytes]) -> Array:
+        """Rows, ascending, that have an answer to one of the questions with the keys `wanted`."""
+        one_key = np.flatnonzero((self.flags & _ONE_KEY) != 0)
+        found = np.concatenate(
+            [one_key[_members(self.asks[one_key], wanted)], self.key_rows[_members(self.keys, wanted)]]
+        )
+        return np.unique(found)
+
+    def rows_answering(self, wanted: Collection[bytes]) -> Array:
+        """Rows, ascending, whose target has one of the keys `wanted` (`text_key`)."""
+        return np.flatnonzero(_members(self.answer, wanted))
+
+    def take(self, rows: Array) -> Columns:
+        """The columns of some rows (ascending positions)."""
+        place = np.full(len(self), -1, dtype=np.int64)
+        place[rows] = np.arange(len(rows))
+        changed: dict[str, Any] = {name: getattr(self, name)[rows] for name in _BY_ROW}
+        for name, of in (("key_rows", "keys"), ("id_rows", "ids"), ("note_rows", "note_codes")):
+            moved = place[getattr(self, name)]
+            changed[name], changed[of] = moved[moved >= 0], getattr(self, of)[moved >= 0]
+        numbered = tuple((int(place[row]), number) for row, number in self.numbered if place[row] >= 0)
+        return Columns(**changed, categories=self.categories, numbered=numbered, notes=self.notes)
+
+
+_BY_ROW = ("offset", "length", "line", "crc", "flags", "shape", "category", "record", "asks", "answer")
+
+
+def text_key(text: str) -> bytes:
+    """16 bytes that are equal for texts equal after `evaluation.normalise`; `overlap.fingerprint([text])`."""
+    return _digest(_folded(text))
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=16).digest()
+
+
+def _folded(text: str) -> bytes:
+    return (normalise(text) or text.strip()).encode("utf-8", "surrogatepass") + b"\x00"
+
+
+_folded_system = lru_cache(maxsize=64)(_folded)  # one system turn often opens every conversation of a file
+
+
+class ColumnBuilder:
+    """Columns of rows that come one after the other."""
+
+    def __init__(self, rules: RowRules) -> None:
+        self._rules = rules
+        self._offset, self._length, self._line = array("q"), array("q"), array("q")
+        self._crc, self._category = array("L"), array("i")
+        self._flags, self._shape = bytearray(), bytearray()
+        self._record, self._asks, self._answer = bytearray(), bytearray(), bytearray()
+        self._key_rows, self._keys = array("q"), bytearray()
+        self._id_rows, self._ids = array("q"), bytearray()
+        self._note_rows, self._note_codes = array("q"), array("i")
+        self._categories: dict[str, int] = {}
+        self._notes: dict[str, int] = {}
+        self._numbered: list[tuple[int, int]] = []
+        self._own_number = re.compile(re.escape(rules.stem) + r":([1-9][0-9]*)").fullmatch
+        self._has_category = {"category"} | ({rules.category_field} if rules.category_field else set())
+
+    def add(self, decoded: Decoded, line: int, offset: int, raw: bytes) -> RowContent:
+        """Add the row that a record becomes; `RowFault`, and nothing added, when it is none."""
+        record = decoded.record
+        content = self._rules.content(record)
+        identity = given_id(record) if "id" in record else None
+        category = None if self._has_category.isdisjoint(record) else self._rules.category(record)
+        row = len(self._flags)
+        flags = _PLAIN if decoded.plain else 0
+        messages = content.messages
+        if len(messages) == 2 and messages[0]["role"] == "user":
+            asks, answer = text_key(messages[0]["content"]), text_key(messages[1]["content"])
+            flags |= _ONE_KEY
+        else:
+            asks, answer, keys = _question_keys(content)
+            if keys == {asks}:
+                flags |= _ONE_KEY
+            else:
+                self._key_rows.extend([row] * len(keys))
+                self._keys += b"".join(sorted(keys))
+        if identity is not None:
+            flags |= _GIVEN_ID
+            self._id_rows.append(row)
+            self._ids += _digest(identity.encode("utf-8"))
+            if own := self._own_number(identity):
+                self._numbered.append((row, int(own[1])))
+        self._category.append(-1 if category is None else self._categories.setdefault(category, len(self._categories)))
+        for note in content.notes:
+            self._note_rows.append(row)
+            self._note_codes.append(self._notes.setdefault(note, len(self._notes)))
+        self._offset.append(offset)
+        self._length.append(len(raw))
+        self._line.append(line)
+        self._crc.append(crc32(raw))
+        self._flags.append(flags)
+        self._shape.append(_SHAPE_CODES[content.shape])
+        self._record += _digest(decoded.canonical)
+        self._asks += asks
+        self._answer += answer
+        return content
+
+    def columns(self) -> Columns:
+        return Columns(
+            offset=np.array(self._offset, dtype=np.int64),
+            length=np.array(self._length, dtype=np.int64),
+            line=np.array(self._line, dtype=np.int64),
+            crc=np.array(self._crc, dtype=np.uint32),
+            flags=np.frombuffer(bytes(self._flags), dtype=np.uint8),
+            shape=np.frombuffer(bytes(self._shape), dtype=np.uint8),
+            category=np.array(self._category, dtype=np.int32),
+            record=as_keys(bytes(self._record)),
+            asks=as_keys(bytes(self._asks)),
+            answer=as_keys(bytes(self._answer)),
+            key_rows=np.array(self._key_rows, dtype=np.int64),
+            keys=as_keys(bytes(self._keys)),
+            id_rows=np.array(self._id_rows, dtype=np.int64),
+            ids=as_keys(bytes(self._ids)),
+            categories=tuple(self._categories),
+            numbered=tuple(self._numbered),
+            note_rows=np.array(self._note_rows, dtype=np.int64),
+            note_codes=np.array(self._note_codes, dtype=np.int32),
+            notes=tuple(self._notes),
+        )
+
+
+def _question_keys(content: RowContent) -> tuple[bytes, bytes, set[bytes]]:
+    """(asks, answer, keys of everything it has an answer to) of a row; see `Columns` and `overlap.question_keys`."""
+    if content.text is not None:
+        folded = _folded(content.text)
+        return _digest(b"text\x00" + folded), _NO_ANSWER, {_digest(folded)}
+    keys: set[bytes] = set()
+    prompt, dialogue = blake2b(digest_size=16), blake2b(digest_size=16)
+    asks = answer = _NO_ANSWER
+    spoken: list[bytes] = []
+    before = b""
+    for index, turn in enumerate(content.messages):
+        role = turn["role"]
+        folded = _folded_system(turn["content"]) if role == "system" else _folded(turn["content"])
+        if role == "assistant":
+            keys.add(_digest(spoken[0]) if len(spoken) == 1 else dialogue.digest())
+            if before:
+                keys.add(_digest(before))
+            if not index:  # no question: any two such rows may differ
+                asks = _digest(b"no prompt\x00" + folded)
+            else:
+                asks = _digest(before) if index == 1 and before else prompt.digest()
+            answer = _digest(folded)
+        before = folded if role == "user" else b""
+        part = role.encode() + b"\x00" + folded
+        prompt.update(part)
+        if role != "system":
+            dialogue.update(part)
+            spoken.append(folded)
+    return asks, answer, keys
+
+
+def as_keys(data: bytes) -> Array:
+    """Digests one after the other as an array of shape (number, 2)."""
+    return np.frombuffer(data, dtype=np.uint64).reshape(-1, 2)
+
+
+def _members(keys: Array, wanted: Collection[bytes]) -> Array:
+    """Which keys are among `wanted`, as booleans."""
+    found = np.isin(keys[:, 0], as_keys(b"".join(wanted))[:, 0])
+    for row in np.flatnonzero(found):  # few: all but chance hits are wanted
+        found[row] = keys[row].tobytes() in wanted
+    return found
+
+
+def first_with_same(keys: Array) -> Array:
+    """For each row the position of the first one with the same key; `keys` has the shape (rows, 2)."""
+    order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: the first of each group is the first in the file
+    ordered = keys[order]
+    opens = np.ones(len(keys), dtype=bool)
+    opens[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    first = np.empty(len(keys), dtype=np.int64)
+    first[order] = order[opens][np.cumsum(opens) - 1]
+    return first
+
+
+def joined(parts: Sequence[Columns]) -> Columns:
+    """The columns of a file that was read in parts, in order. Lines must already count from the file's start."""
+    if len(parts) == 1:
+        return parts[0]
+    starts = np.cumsum([0, *(len(part) for part in parts)]).tolist()
+    together: dict[str, Any] = {}
+    for name in (*_BY_ROW, "keys", "ids"):
+        together[name] = np.concatenate([getattr(part, name) for part in parts])
+    for name in ("key_rows", "id_rows", "note_rows"):
+        moved = [getattr(part, name) + start for part, start in zip(parts, starts, strict=False)]
+        together[name] = np.concatenate(moved)
+    for name, codes in (("categories", "category"), ("notes", "note_codes")):
+        known: dict[str, int] = {}
+        moved = []
+        for part in parts:
+            code_of = [known.setdefault(text, len(known)) for text in getattr(part, name)]
+            moved.append(np.array([*code_of, -1], dtype=np.int32)[getattr(part, codes)])
+        together[name], together[codes] = tuple(known), np.concatenate(moved)
+    numbered = [(row + start, line) for part, start in zip(parts, starts, strict=False) for row, line in part.numbered]
+    together["numbered"] = tuple(numbered)
+    assert together.keys() == {field.name for field in fields(Columns)}
+    return Columns(**together)
