@@ -9,9 +9,10 @@ linear in their sizes::
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
+
+import xxhash
 
 from evaluation import normalise
 
@@ -33,10 +34,8 @@ S = TypeVar("S", bound=Asks)
 
 def fingerprint(parts: Iterable[str]) -> bytes:
     """16 bytes that are equal for texts equal after `normalise` (a text of punctuation only stays as it is)."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update((normalise(part) or part.strip()).encode("utf-8", "surrogatepass") + b"\x00")
-    return digest.digest()
+    folded = ((normalise(part) or part.strip()).encode("utf-8", "surrogatepass") + b"\x00" for part in parts)
+    return xxhash.xxh3_128_digest(b"".join(folded))
 
 
 def prompt_key(row: Asks) -> bytes:
@@ -52,15 +51,11 @@ def question_keys(row: Asks) -> set[bytes]:
     if row.text is not None:
         return {fingerprint([row.text])}
     keys = set()
-    dialogue: list[dict[str, str]] = []
-    for turn in row.messages:
+    for index, turn in enumerate(row.messages):
         if turn["role"] == "assistant":
-            keys.add(_dialogue_key(dialogue))
-            # Alone, the turn has the key of the dialogue already.
-            if len(dialogue) > 1 and dialogue[-1]["role"] == "user":
-                keys.add(fingerprint([dialogue[-1]["content"]]))
-        if turn["role"] != "system":
-            dialogue.append(turn)
+            keys.add(_dialogue_key(row.messages[:index]))
+            if index and row.messages[index - 1]["role"] == "user":
+                keys.add(fingerprint([row.messages[index - 1]["content"]]))
     return keys
 
 
@@ -78,34 +73,25 @@ def question_text(row: Asks) -> str:
     return "\n".join(turn["content"] for turn in row.prompt if turn["role"] == "user")
 
 
-def find_overlap(rows: Iterable[R], others: Iterable[S]) -> list[tuple[R, S]]:
+def find_overlap(rows: Sequence[R], others: Sequence[S]) -> list[tuple[R, S]]:
     """Pairs (training row, evaluation row) that ask the same. Every row of either side that has a partner is listed
     at least once, but not every combination, so that the list stays linear in the number of rows."""
-    overlap = Overlap[R, S](others)
+    first_other: dict[bytes, S] = {}
+    for other in others:
+        first_other.setdefault(prompt_key(other), other)
+    pairs = []
+    first_row: dict[bytes, R] = {}
+    listed: set[int] = set()
     for row in rows:
-        overlap.add(row)
-    return overlap.pairs()
-
-
-class Overlap(Generic[R, S]):
-    """`find_overlap` for training rows that come one after the other."""
-
-    def __init__(self, others: Iterable[S]) -> None:
-        self._by_key: dict[bytes, list[S]] = {}
-        for other in others:
-            self._by_key.setdefault(prompt_key(other), []).append(other)
-        self._first_row: dict[bytes, R] = {}
-        self._pairs: list[tuple[R, S]] = []
-
-    def add(self, row: R) -> bool:
-        """Compare one more row; True when it asks what one of the others asks."""
-        keys = [key for key in question_keys(row) if key in self._by_key]
-        for key in sorted(keys):
-            self._first_row.setdefault(key, row)
-            self._pairs.append((row, self._by_key[key][0]))
-        return bool(keys)
-
-    def pairs(self) -> list[tuple[R, S]]:
-        """See `find_overlap`."""
-        further = [(row, other) for key, row in self._first_row.items() for other in self._by_key[key][1:]]
-        return self._pairs + further
+        partners = {}
+        for key in question_keys(row):
+            if key in first_other:
+                partners[id(first_other[key])] = first_other[key]
+                first_row.setdefault(key, row)
+        pairs += [(row, partner) for partner in partners.values()]
+        listed.update(partners)
+    for other in others:
+        key = prompt_key(other)
+        if key in first_row and id(other) not in listed:
+            pairs.append((first_row[key], other))
+    return pairs

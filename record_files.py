@@ -169,7 +169,7 @@ class LineDecoder:
             raw, offset = raw.removeprefix(codecs.BOM_UTF8), len(codecs.BOM_UTF8)
         try:
             record = orjson.loads(raw)
-            if type(record) is dict and record and not _holds_huge(record):
+            if type(record) is dict and record and not _holds_huge(record.values()):
                 canonical = orjson.dumps(record, option=orjson.OPT_SORT_KEYS)
                 # orjson keeps the last of repeated keys. What it dropped held quotes, so that fewer are left, unless
                 # the line writes a quote as an escape without one.
@@ -190,16 +190,19 @@ class LineDecoder:
         return orjson.loads(raw) if plain else self._strict.whole(raw.decode("utf-8"))
 
 
-def _holds_huge(value: Any) -> bool:
-    kind = type(value)
-    if kind is float:
-        return not -_HUGE < value < _HUGE
-    if kind is dict:
-        value = value.values()
-    elif kind is not list:
-        return False
-    for item in value:  # noqa: SIM110 (any() over a generator takes twice as long, once for every row)
-        if type(item) is not str and _holds_huge(item):
+def _holds_huge(values: Iterable[Any]) -> bool:
+    """Whether a float beyond 64-bit whole numbers is among some values of a record, at any depth."""
+    for value in values:
+        kind = type(value)
+        if kind is str:
+            continue
+        if kind is dict:
+            if _holds_huge(value.values()):
+                return True
+        elif kind is list:
+            if _holds_huge(value):
+                return True
+        elif kind is float and not -_HUGE < value < _HUGE:
             return True
     return False
 

@@ -16,11 +16,11 @@ from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from hashlib import blake2b
 from typing import Any
 from zlib import crc32
 
 import numpy as np
+from xxhash import xxh3_128, xxh3_128_digest
 
 from evaluation import normalise
 from record_files import Decoded
@@ -102,16 +102,27 @@ class Columns:
         return Columns(**changed, categories=self.categories, numbered=numbered, notes=self.notes)
 
 
-_BY_ROW = ("offset", "length", "line", "crc", "flags", "shape", "category", "record", "asks", "answer")
+_NUMBERS: tuple[tuple[str, Any], ...] = (
+    ("offset", np.int64),
+    ("length", np.int64),
+    ("line", np.int64),
+    ("crc", np.uint32),
+    ("flags", np.uint8),
+    ("shape", np.uint8),
+    ("category", np.int32),
+)
+_DIGESTS = ("record", "asks", "answer")
+_BY_ROW = (*(name for name, _ in _NUMBERS), *_DIGESTS)
 
 
 def text_key(text: str) -> bytes:
     """16 bytes that are equal for texts equal after `evaluation.normalise`; `overlap.fingerprint([text])`."""
-    return _digest(_folded(text))
+    return xxh3_128_digest(_folded(text))
 
 
-def _digest(data: bytes) -> bytes:
-    return blake2b(data, digest_size=16).digest()
+def id_key(identity: str) -> bytes:
+    """The key of an id in `Columns.ids`; no two ids are the same up to anything."""
+    return xxh3_128_digest(identity.encode("utf-8", "surrogatepass"))
 
 
 def _folded(text: str) -> bytes:
@@ -126,10 +137,7 @@ class ColumnBuilder:
 
     def __init__(self, rules: RowRules) -> None:
         self._rules = rules
-        self._offset, self._length, self._line = array("q"), array("q"), array("q")
-        self._crc, self._category = array("L"), array("i")
-        self._flags, self._shape = bytearray(), bytearray()
-        self._record, self._asks, self._answer = bytearray(), bytearray(), bytearray()
+        self._numbers, self._digests, self._rows = array("q"), bytearray(), 0  # _NUMBERS and _DIGESTS of each row
         self._key_rows, self._keys = array("q"), bytearray()
         self._id_rows, self._ids = array("q"), bytearray()
         self._note_rows, self._note_codes = array("q"), array("i")
@@ -145,7 +153,7 @@ class ColumnBuilder:
         content = self._rules.content(record)
         identity = given_id(record) if "id" in record else None
         category = None if self._has_category.isdisjoint(record) else self._rules.category(record)
-        row = len(self._flags)
+        row = self._rows
         flags = _PLAIN if decoded.plain else 0
         messages = content.messages
         if len(messages) == 2 and messages[0]["role"] == "user":
@@ -161,36 +169,26 @@ class ColumnBuilder:
         if identity is not None:
             flags |= _GIVEN_ID
             self._id_rows.append(row)
-            self._ids += _digest(identity.encode("utf-8"))
+            self._ids += id_key(identity)
             if own := self._own_number(identity):
                 self._numbered.append((row, int(own[1])))
-        self._category.append(-1 if category is None else self._categories.setdefault(category, len(self._categories)))
+        code = -1 if category is None else self._categories.setdefault(category, len(self._categories))
         for note in content.notes:
             self._note_rows.append(row)
             self._note_codes.append(self._notes.setdefault(note, len(self._notes)))
-        self._offset.append(offset)
-        self._length.append(len(raw))
-        self._line.append(line)
-        self._crc.append(crc32(raw))
-        self._flags.append(flags)
-        self._shape.append(_SHAPE_CODES[content.shape])
-        self._record += _digest(decoded.canonical)
-        self._asks += asks
-        self._answer += answer
+        shape = _SHAPE_CODES[content.shape]
+        self._numbers.extend((offset, len(raw), line, crc32(raw), flags, shape, code))
+        self._digests += xxh3_128_digest(decoded.canonical) + asks + answer
+        self._rows += 1
         return content
 
     def columns(self) -> Columns:
+        numbers = np.frombuffer(self._numbers, dtype=np.int64).reshape(-1, len(_NUMBERS))
+        digests = as_keys(bytes(self._digests)).reshape(-1, len(_DIGESTS), 2)
+        by_row: dict[str, Any] = {name: numbers[:, at].astype(kind) for at, (name, kind) in enumerate(_NUMBERS)}
+        by_row |= {name: digests[:, at].copy() for at, name in enumerate(_DIGESTS)}
         return Columns(
-            offset=np.array(self._offset, dtype=np.int64),
-            length=np.array(self._length, dtype=np.int64),
-            line=np.array(self._line, dtype=np.int64),
-            crc=np.array(self._crc, dtype=np.uint32),
-            flags=np.frombuffer(bytes(self._flags), dtype=np.uint8),
-            shape=np.frombuffer(bytes(self._shape), dtype=np.uint8),
-            category=np.array(self._category, dtype=np.int32),
-            record=as_keys(bytes(self._record)),
-            asks=as_keys(bytes(self._asks)),
-            answer=as_keys(bytes(self._answer)),
+            **by_row,
             key_rows=np.array(self._key_rows, dtype=np.int64),
             keys=as_keys(bytes(self._keys)),
             id_rows=np.array(self._id_rows, dtype=np.int64),
@@ -207,9 +205,9 @@ def _question_keys(content: RowContent) -> tuple[bytes, bytes, set[bytes]]:
     """(asks, answer, keys of everything it has an answer to) of a row; see `Columns` and `overlap.question_keys`."""
     if content.text is not None:
         folded = _folded(content.text)
-        return _digest(b"text\x00" + folded), _NO_ANSWER, {_digest(folded)}
+        return xxh3_128_digest(b"text\x00" + folded), _NO_ANSWER, {xxh3_128_digest(folded)}
     keys: set[bytes] = set()
-    prompt, dialogue = blake2b(digest_size=16), blake2b(digest_size=16)
+    prompt, dialogue = xxh3_128(), xxh3_128()
     asks = answer = _NO_ANSWER
     spoken: list[bytes] = []
     before = b""
@@ -217,14 +215,14 @@ def _question_keys(content: RowContent) -> tuple[bytes, bytes, set[bytes]]:
         role = turn["role"]
         folded = _folded_system(turn["content"]) if role == "system" else _folded(turn["content"])
         if role == "assistant":
-            keys.add(_digest(spoken[0]) if len(spoken) == 1 else dialogue.digest())
+            keys.add(xxh3_128_digest(spoken[0]) if len(spoken) == 1 else dialogue.digest())
             if before:
-                keys.add(_digest(before))
+                keys.add(xxh3_128_digest(before))
             if not index:  # no question: any two such rows may differ
-                asks = _digest(b"no prompt\x00" + folded)
+                asks = xxh3_128_digest(b"no prompt\x00" + folded)
             else:
-                asks = _digest(before) if index == 1 and before else prompt.digest()
-            answer = _digest(folded)
+                asks = xxh3_128_digest(before) if index == 1 and before else prompt.digest()
+            answer = xxh3_128_digest(folded)
         before = folded if role == "user" else b""
         part = role.encode() + b"\x00" + folded
         prompt.update(part)
@@ -249,12 +247,17 @@ def _members(keys: Array, wanted: Collection[bytes]) -> Array:
 
 def first_with_same(keys: Array) -> Array:
     """For each row the position of the first one with the same key; `keys` has the shape (rows, 2)."""
-    order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: the first of each group is the first in the file
-    ordered = keys[order]
-    opens = np.ones(len(keys), dtype=bool)
-    opens[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    order = np.argsort(keys[:, 0])
+    halves = keys[order]
+    same = halves[1:, 0] == halves[:-1, 0]
+    if (same & (halves[1:, 1] != halves[:-1, 1])).any():  # by chance one half is equal and the other is not
+        order = np.lexsort((keys[:, 1], keys[:, 0]))
+        halves = keys[order]
+        same = (halves[1:] == halves[:-1]).all(axis=1)
+    opens = np.concatenate([[True], ~same]) if len(keys) else np.zeros(0, dtype=bool)
     first = np.empty(len(keys), dtype=np.int64)
-    first[order] = order[opens][np.cumsum(opens) - 1]
+    if len(keys):
+        first[order] = np.minimum.reduceat(order, np.flatnonzero(opens))[np.cumsum(opens) - 1]
     return first
 
 

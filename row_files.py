@@ -114,7 +114,7 @@ def read_rows(
             every = RowTable(file, rules, columns, version)
         else:
             columns, every = _array_rows(file, rules, faults)
-        if FileVersion.of(file) != version:
+        if not version.holds_for(file):
             raise DataError(f"{path}: changed while it was being read; try again when nothing writes to it")
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
@@ -132,7 +132,7 @@ def read_rows(
         table = RowTable(file, rules, columns, version)
         rows = table if len(kept) > HELD_ROWS else tuple(table)
     else:
-        rows = tuple(every[position] for position in kept)
+        rows = tuple(every[position] for position in kept.tolist())
     if not len(columns) and not faults:
         faults.append(Fault(rules.source, 1, "the file holds no rows"))
     if len(columns) and purpose == "eval" and category_field and (columns.category < 0).all():
@@ -182,7 +182,7 @@ def _id_clashes(columns: Columns, copy_of: Array, rules: RowRules, every: RowTab
     if not earlier:
         return {}
     clashing = np.flatnonzero(np.isin(copy_of, list(earlier)))
-    rows = every.take(clashing) if isinstance(every, RowTable) else [every[position] for position in clashing]
+    rows = every.take(clashing) if isinstance(every, RowTable) else [every[at] for at in clashing.tolist()]
     faults = {}
     for position, row in zip(clashing.tolist(), rows, strict=True):
         line = columns.line[earlier[int(copy_of[position])]]
@@ -208,7 +208,7 @@ def _count_shapes(columns: Columns) -> dict[str, int]:
     """Rows by shape, the commonest first."""
     codes, first, counts = np.unique(columns.shape, return_index=True, return_counts=True)
     order = np.lexsort((first, -counts))
-    return {SHAPE_NAMES[codes[index]]: int(counts[index]) for index in order}
+    return {SHAPE_NAMES[int(codes[index])]: int(counts[index]) for index in order.tolist()}
 
 
 def _note_warnings(columns: Columns, source: str) -> list[str]:

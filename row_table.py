@@ -16,7 +16,6 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO, overload
 from zlib import crc32
@@ -26,7 +25,7 @@ import numpy as np
 from error_handling import DataError
 from overlap import question_text
 from record_files import LineDecoder
-from row_columns import Array, Columns, as_keys
+from row_columns import Array, Columns, as_keys, id_key
 from row_record import Row, RowRules
 
 _BLOCK = 16_384  # rows read between two looks at whether the file is still the same
@@ -38,6 +37,12 @@ class FileVersion:
 
     digest: str
     stamp: tuple[int, int, int]
+
+    def holds_for(self, path: Path) -> bool:
+        """Whether the path has this content still; read again only when the file system says that it was written to."""
+        with path.open("rb") as file:
+            stamp = _stamp(file)
+        return stamp == self.stamp or FileVersion.of(path).digest == self.digest
 
     @classmethod
     def of(cls, path: Path) -> FileVersion:
@@ -111,7 +116,7 @@ class RowTable(Sequence[Row]):
 
     def _opened(self, buffering: int) -> BinaryIO:
         try:
-            return self.path.open("rb", buffering=buffering)  # type: ignore[return-value]
+            return self.path.open("rb", buffering=buffering)
         except OSError as error:
             raise self._changed(error.strerror or str(error)) from error
 
@@ -145,7 +150,7 @@ class RowTable(Sequence[Row]):
 
     def find(self, identity: str) -> int | None:
         """The position of the row with an id; None when there is none."""
-        key = blake2b(identity.encode("utf-8"), digest_size=16).digest()
+        key = id_key(identity)
         halves, order = self._own_ids
         at = int(np.searchsorted(halves, as_keys(key)[0, 0]))
         while at < len(halves) and halves[at] == as_keys(key)[0, 0]:
