@@ -19,11 +19,11 @@ Rows are read once, in order, and not kept: time is linear in them and memory do
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from overlap import Asks, Overlap, question_text
+from overlap import Asks, find_overlap, prompt_key, question_keys, question_text
 from text_index import count_words, to_unit_length
 from word_table import WordTable, batches, evenly_spaced
 
@@ -41,7 +41,9 @@ _BLOCK = 4096
 _ALL_PAIRS = 20_000_000
 # Pairs of a block whose similarity is worked out in full.
 _LOOKED_AT = 64
+# Most runs of words are no item's: a table of bits says so without a search, for all but a few.
 _FILTER_BITS = 20
+_FILTER_SHIFT = 64 - _FILTER_BITS
 _BASE = 0xC2B2AE3D27D4EB4F
 _MIX = 0x9E3779B97F4A7C15
 
@@ -95,11 +97,16 @@ class Comparison(Generic[R, S]):
     nearest: tuple[R, S, float] | None
 
 
-def compare(rows: Sequence[R], items: Sequence[S]) -> Comparison[R, S]:
-    """Compare every training row with every evaluation item, in one pass over the rows."""
+def compare(rows: Sequence[R], items: Sequence[S], same: Collection[int] | None = None) -> Comparison[R, S]:
+    """Compare every training row with every evaluation item, in one pass over the rows.
+
+    `same` are the positions of the rows that ask what an item asks, where these are known already.
+    """
     if not rows or not items:
         return Comparison((), (), None)
-    same = Overlap[R, S](items)
+    keys = {prompt_key(item) for item in items}
+    if same is None:
+        same = {position for position, row in enumerate(rows) if not keys.isdisjoint(question_keys(row))}
     texts = [question_text(item) for item in items]
     near = NearMatcher(texts, [question_text(row) for row in evenly_spaced(rows, _SAMPLED_ROWS)])
     nearest = _NearestPair[R](near.words, texts, len(rows))
@@ -107,20 +114,15 @@ def compare(rows: Sequence[R], items: Sequence[S]) -> Comparison[R, S]:
     for number, block in enumerate(batches(rows, _BLOCK)):
         encoded = near.encode([question_text(row) for row in block])
         found = near.match(encoded)
-        rest = []
-        for at, row in enumerate(block):
-            if same.add(row):
-                continue
-            if at in found:
-                item, score = found[at]
-                named = items[item]
-                position = number * _BLOCK + at
-                matches.append(NearMatch(position, row.id, row.where, named.id, named.where, score))
-            else:
-                rest.append(at)
-        nearest.add(block, encoded, rest)
+        start = number * _BLOCK
+        for at, (item, score) in found.items():
+            if start + at not in same:
+                row, named = block[at], items[item]
+                matches.append(NearMatch(start + at, row.id, row.where, named.id, named.where, score))
+        nearest.add(block, encoded, [at for at in range(len(block)) if at not in found and start + at not in same])
     best = None if nearest.row is None else (nearest.row, items[nearest.item], nearest.score)
-    return Comparison(tuple(same.pairs()), tuple(matches), best)
+    overlap = find_overlap([rows[position] for position in sorted(same)], items)
+    return Comparison(tuple(overlap), tuple(sorted(matches, key=lambda match: match.position)), best)
 
 
 def nearest_pair(rows: Sequence[R], items: Sequence[S]) -> tuple[R, S, float] | None:
@@ -131,6 +133,9 @@ def nearest_pair(rows: Sequence[R], items: Sequence[S]) -> tuple[R, S, float] | 
 Encoded = tuple["np.ndarray", "np.ndarray"]
 """(word numbers of all texts in order, words per text)."""
 
+Windows = tuple["np.ndarray", "np.ndarray", "np.ndarray", "np.ndarray"]
+"""(words of all texts, `_mixed`; where an n-gram may begin; in which text; how many known words follow there)."""
+
 
 class NearMatcher:
     """Finds the texts that hold most of an item. `sample` are texts of rows by which common n-grams are told."""
@@ -140,17 +145,19 @@ class NearMatcher:
 
         self.words = WordTable("symbols")
         numbers, counts = self.words.encode(items)
-        ends = np.cumsum(counts)
+        mixed, ends = _mixed(numbers), np.cumsum(counts)
         grams: dict[int, dict[int, np.ndarray]] = {}  # by n, by item
         for item, (end, count) in enumerate(zip(ends.tolist(), counts.tolist(), strict=True)):
             if count >= SHORTEST_NGRAM:
                 n = ngram_length(count)
-                grams.setdefault(n, {})[item] = np.unique(_hashes(numbers[end - count : end], n))
+                grams.setdefault(n, {})[item] = np.unique(_hashes(mixed[end - count : end], n))
         sampled = list(sample)
         self._sizes = [_Size(n, by_item) for n, by_item in sorted(grams.items())]
-        encoded = self.encode(sampled)
+        self._begins = np.zeros(1 << _FILTER_BITS, dtype=bool)
+        self._begins[_hashes(mixed, SHORTEST_NGRAM) >> _FILTER_SHIFT] = True
+        windows = self._windows(*self.encode(sampled))
         for size in self._sizes:
-            size.leave_out_common(size.hits(*_windows(*encoded)), len(items), len(sampled))
+            size.leave_out_common(size.hits(*windows), len(items), len(sampled))
 
     def encode(self, texts: Iterable[str]) -> Encoded:
         """The texts as `match` takes them."""
@@ -159,7 +166,7 @@ class NearMatcher:
     def match(self, encoded: Encoded) -> dict[int, tuple[int, float]]:
         """(item, share of its n-grams) by text, for the texts near an item; of several items the one held most."""
         numbers, counts = encoded
-        windows = _windows(numbers, counts)
+        windows = self._windows(numbers, counts)
         found: dict[int, tuple[int, float]] = {}
         for size in self._sizes:
             for text, item in size.candidates(size.hits(*windows)):
@@ -168,6 +175,19 @@ class NearMatcher:
                 if share >= NEAR and (text not in found or (share, -item) > (found[text][1], -found[text][0])):
                     found[text] = item, share
         return found
+
+    def _windows(self, numbers: np.ndarray, counts: np.ndarray) -> Windows:
+        """Where the items' n-grams may begin."""
+        import numpy as np
+
+        places = np.arange(len(numbers))
+        ends = np.repeat(np.cumsum(counts), counts)
+        unknown = np.where(numbers < 0, places, len(numbers))
+        runs = np.minimum(np.minimum.accumulate(unknown[::-1])[::-1], ends) - places
+        starts = np.flatnonzero(runs >= SHORTEST_NGRAM)
+        mixed = _mixed(numbers)
+        starts = starts[self._begins[_hashes(mixed, SHORTEST_NGRAM, starts) >> _FILTER_SHIFT]]
+        return mixed, starts, np.searchsorted(np.cumsum(counts), starts, side="right"), runs[starts]
 
     def match_text(self, text: str) -> tuple[int, float] | None:
         """(item, share) for one text; None when it is near no item."""
@@ -198,22 +218,19 @@ class _Size:
         self._holders = items[order]
         self._counts = np.diff(self._starts, append=len(grams))
         self._needed = {item: len(grams) for item, grams in by_item.items()}
-        # Most n-grams of a row are no item's: this says so without a search, for all but a few.
-        self._maybe = np.zeros(1 << _FILTER_BITS, dtype=bool)
-        self._maybe[self._grams >> np.uint64(64 - _FILTER_BITS)] = True
 
-    def hits(self, numbers: np.ndarray, texts: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(text, index of n-gram), each pair once, for the items' n-grams in texts given as `_windows` has them."""
+    def hits(
+        self, mixed: np.ndarray, starts: np.ndarray, texts: np.ndarray, runs: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(text, index of n-gram), each pair once, for the items' n-grams in the texts; see `Windows`."""
         import numpy as np
 
-        starts = np.flatnonzero(runs >= self.n)
-        hashes = _hashes(numbers, self.n, starts)
-        kept = self._maybe[hashes >> np.uint64(64 - _FILTER_BITS)]
-        starts, hashes = starts[kept], hashes[kept]
+        long = runs >= self.n
+        hashes = _hashes(mixed, self.n, starts[long])
         at = np.searchsorted(self._grams, hashes)
         real = at < len(self._grams)
         real[real] = self._grams[at[real]] == hashes[real]
-        pairs = np.unique(texts[starts[real]] * len(self._grams) + at[real])
+        pairs = np.unique(texts[long][real] * len(self._grams) + at[real])
         return pairs // len(self._grams), pairs % len(self._grams)
 
     def leave_out_common(self, sampled: tuple[np.ndarray, np.ndarray], n_items: int, n_rows: int) -> None:
@@ -250,29 +267,24 @@ class _Size:
         import numpy as np
 
         grams = self._by_item[item]
-        return float(np.isin(grams, _hashes(numbers, self.n)).mean())
+        return float(np.isin(grams, _hashes(_mixed(numbers), self.n)).mean())
 
 
-def _windows(numbers: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(numbers, text of each word, known words from there on in a row within the text)."""
+def _mixed(numbers: np.ndarray) -> np.ndarray:
+    """Word numbers spread over 64 bits."""
     import numpy as np
 
-    places = np.arange(len(numbers))
-    texts = np.repeat(np.arange(len(counts)), counts)
-    ends = np.repeat(np.cumsum(counts), counts)
-    unknown = np.where(numbers < 0, places, len(numbers))
-    next_unknown = np.minimum.accumulate(unknown[::-1])[::-1]
-    return numbers, texts, np.minimum(next_unknown, ends) - places
+    mixed = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(_MIX)
+    mixed ^= mixed >> np.uint64(32)
+    return mixed
 
 
-def _hashes(numbers: np.ndarray, n: int, starts: np.ndarray | None = None) -> np.ndarray:
-    """64-bit hashes of the n-grams of word numbers that begin at `starts` (None: everywhere)."""
+def _hashes(mixed: np.ndarray, n: int, starts: np.ndarray | None = None) -> np.ndarray:
+    """64-bit hashes of the n-grams of `_mixed` words that begin at `starts` (None: everywhere)."""
     import numpy as np
 
     if starts is None:
-        starts = np.arange(max(0, len(numbers) - n + 1))
-    mixed = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(_MIX)
-    mixed ^= mixed >> np.uint64(32)
+        starts = np.arange(max(0, len(mixed) - n + 1))
     hashes = np.zeros(len(starts), dtype=np.uint64)
     for offset in range(n):
         hashes = hashes * np.uint64(_BASE) + mixed[starts + offset]
@@ -303,36 +315,69 @@ class _NearestPair(Generic[R]):
         to_unit_length(rows, weights)
         shape = (len(items), words.size)
         self._items: Any = csr_matrix((weights, (rows, numbers)), shape=shape)
-        telling = frequencies[numbers] <= max(COMMON_COUNT, COMMON_SHARE * len(items))
-        if n_rows * len(items) <= _ALL_PAIRS:
-            telling[:] = True
-        found_by: Any = csr_matrix((weights[telling], (rows[telling], numbers[telling])), shape=shape)
-        self._found_by: Any = found_by.T.tocsr()
+        limit = max(COMMON_COUNT, COMMON_SHARE * len(items))
+        telling = frequencies <= (len(items) if n_rows * len(items) <= _ALL_PAIRS else limit)
+        # For the number -1 of words that no item has: the last entries.
+        self._telling = np.append(telling, False)
+        self._square = np.append(self._idf, self._unseen) ** 2
+        kept = telling[numbers]
+        self._found_by: Any = csr_matrix((weights[kept], (numbers[kept], rows[kept])), shape=shape[::-1])
+        self._all_pairs = bool(telling.all())
 
     def add(self, rows: Sequence[R], encoded: Encoded, among: Sequence[int]) -> None:
         """Look at the rows at the positions `among`; `encoded` are their words."""
         import numpy as np
+
+        looked_at = np.asarray(among, dtype=np.int64)
+        if not self._all_pairs:
+            promise = self._promise(encoded)[looked_at]
+            best = np.argsort(-promise, kind="stable")[:_LOOKED_AT]
+            looked_at = looked_at[best[promise[best] > 0]]
+        if not len(looked_at):
+            return
+        scores = (self._vectors(_taken(encoded, looked_at)) @ self._items.T).tocoo()
+        highest = int(scores.data.argmax()) if scores.nnz else 0
+        if scores.nnz and scores.data[highest] > self.score:
+            self.score, self.item = min(1.0, float(scores.data[highest])), int(scores.col[highest])
+            self.row = rows[int(looked_at[scores.row[highest]])]
+
+    def _promise(self, encoded: Encoded) -> np.ndarray:
+        """For each row about its highest similarity to an item, by telling words and without the logarithm of tf."""
+        import numpy as np
         from scipy.sparse import csr_matrix
 
-        if not among:
-            return
+        numbers, counts = encoded
+        texts = np.repeat(np.arange(len(counts)), counts)
+        told = np.flatnonzero(self._telling[numbers])
+        parts = self._idf[numbers[told]], (texts[told], numbers[told])
+        vectors: Any = csr_matrix(parts, shape=(len(counts), len(self._idf)))
+        squares = np.bincount(texts, weights=self._square[numbers], minlength=len(counts))
+        product = vectors @ self._found_by
+        highest = np.zeros(len(counts))
+        shares = np.flatnonzero(np.diff(product.indptr))
+        if len(shares):
+            highest[shares] = np.maximum.reduceat(product.data, product.indptr[shares])
+        return highest / np.sqrt(np.maximum(squares, 1e-12))
+
+    def _vectors(self, encoded: Encoded) -> Any:
+        import numpy as np
+        from scipy.sparse import csr_matrix
+
         texts, numbers, times = count_words(encoded[0] + 1, encoded[1])  # one higher, for unknown words are -1
         known = numbers > 0
         weights = (1 + np.log(times[known])) * self._idf[numbers[known] - 1]
-        squares = np.bincount(texts[known], weights=weights**2, minlength=len(rows))
+        n_rows = len(encoded[1])
+        squares = np.bincount(texts[known], weights=weights**2, minlength=n_rows).astype(np.float64)
         squares[texts[~known]] += times[~known] * self._unseen**2
         weights /= np.sqrt(squares[texts[known]])
-        shape = (len(rows), len(self._idf))
-        vectors: Any = csr_matrix((weights, (texts[known], numbers[known] - 1)), shape=shape)
-        if len(among) < len(rows):
-            vectors = vectors[list(among)]
-        product = (vectors @ self._found_by).tocoo()
-        if not product.nnz:
-            return
-        best = np.argsort(-product.data, kind="stable")[:_LOOKED_AT]
-        at, items = product.row[best], product.col[best]
-        scores = np.asarray(vectors[at].multiply(self._items[items]).sum(axis=1)).ravel()
-        highest = int(scores.argmax())
-        if scores[highest] > self.score:
-            self.score, self.item = min(1.0, float(scores[highest])), int(items[highest])
-            self.row = rows[among[int(at[highest])]]
+        return csr_matrix((weights, (texts[known], numbers[known] - 1)), shape=(n_rows, len(self._idf)))
+
+
+def _taken(encoded: Encoded, texts: np.ndarray) -> Encoded:
+    """The words of some of the texts."""
+    import numpy as np
+
+    numbers, counts = encoded
+    sizes = counts[texts]
+    first = (np.cumsum(counts) - counts)[texts] - (np.cumsum(sizes) - sizes)
+    return numbers[np.repeat(first, sizes) + np.arange(sizes.sum())], sizes

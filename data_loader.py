@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
-from error_handling import DataError
 from contamination import nearest_pair
+from error_handling import DataError
 from overlap import find_overlap
 from record_files import first_ten
 from row_files import LoadedRows, Row, load_rows

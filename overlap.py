@@ -70,6 +70,9 @@ def question_text(row: Asks) -> str:
     """What a row asks, for similarity: its user turns before the target (a text row's text). Never the answer."""
     if row.text is not None:
         return row.text
+    messages = row.messages
+    if len(messages) == 2 and messages[0]["role"] == "user" and messages[1]["role"] == "assistant":
+        return messages[0]["content"]
     return "\n".join(turn["content"] for turn in row.prompt if turn["role"] == "user")
 
 

@@ -10,17 +10,17 @@ Training and pool rows that ask what an evaluation or test item asks refuse the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
-from typing import overload
 
 from contamination import Comparison, NearMatch, compare
 from error_handling import DataError
+from overlap import prompt_key
 from record_files import Fault, first_ten, quote
 from row_files import LoadedRows, Row, raise_faults, read_rows
 from row_formats import Purpose
+from row_supply import RowSupply
 from row_table import RowTable, shared_ids
 
 
@@ -49,36 +49,6 @@ class RunData:
         return bool(self.overlap) or (bool(self.near) and self.near_kept)
 
     near_kept: bool = False
-
-
-class Chained(Sequence[Row]):
-    """The rows of several sequences one after the other, without copying them."""
-
-    def __init__(self, *parts: Sequence[Row]) -> None:
-        self._parts = parts
-
-    def __len__(self) -> int:
-        return sum(len(part) for part in self._parts)
-
-    def __iter__(self) -> Iterator[Row]:
-        return chain.from_iterable(self._parts)
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
-        if isinstance(index, slice):
-            return [self[position] for position in range(*index.indices(len(self)))]
-        size = len(self)
-        if not -size <= index < size:
-            raise IndexError(f"row {index} of {size}")
-        index %= size
-        for part in self._parts:
-            if index < len(part):
-                return part[index]
-            index -= len(part)
-        raise AssertionError("a position below the length lies in a part")
 
 
 def load_run_data(
@@ -114,9 +84,8 @@ def load_run_data(
     for row, other in shared_ids(train.rows, pool.rows) if pool else ():
         reason = f"the id {quote(other.id)} is also that of {row.where}; a pool needs ids of its own"
         faults.append(Fault(other.source, other.line, reason))
-    trainable = Chained(train.rows, pool.rows) if pool else train.rows
-    evaluation: Comparison[Row, Row] = compare(trainable, files["evaluation"].rows if "evaluation" in files else ())
-    test: Comparison[Row, Row] = compare(trainable, files["test"].rows if "test" in files else ())
+    supply = RowSupply(train.rows, *([pool.rows] if pool else []))
+    evaluation, test = _compare(supply, files.get("evaluation")), _compare(supply, files.get("test"))
     refused = (*test.overlap, *(() if allow_overlap else evaluation.overlap))
     faults += [_overlap_fault(row, item) for row, item in refused]
     nearest = max((found.nearest for found in (evaluation, test) if found.nearest), key=lambda n: n[2], default=None)
@@ -144,6 +113,11 @@ def load_run_data(
         test=files.get("test"),
         near_kept=allow_overlap and bool(evaluation.near),
     )
+
+
+def _compare(supply: RowSupply, held_out: LoadedRows | None) -> Comparison[Row, Row]:
+    items = held_out.rows if held_out else ()
+    return compare(supply, items, set(supply.asking({prompt_key(item) for item in items}).tolist()))
 
 
 def _without(loaded: LoadedRows, positions: Collection[int]) -> LoadedRows:

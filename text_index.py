@@ -67,7 +67,7 @@ class TextIndex:
             frequencies += np.bincount(words, minlength=n_words)
         self._idf = (np.log((1 + self.size) / (1 + frequencies)) + 1).astype(np.float32)
         for starts, words, weights in self._blocks:
-            weights *= self._idf[words]
+            np.multiply(weights, self._idf[words], out=weights)
             to_unit_length(np.repeat(np.arange(len(starts) - 1), np.diff(starts)), weights)
 
     def nearest(

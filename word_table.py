@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Words = Literal["letters", "symbols"]
-"""What a word is. `letters`: a run of letters, digits and underscores, in lower case, as scikit-learn's vectorizers have
-it. `symbols`: that in Unicode form NFKC, and beside it each sign that is no punctuation (so that 2 + 3 and 2 * 3
+"""What a word is. `letters`: a run of letters, digits and underscores, in lower case, as in scikit-learn's vectorizers.
+`symbols`: that in Unicode form NFKC, and beside it each sign that is no punctuation (so that 2 + 3 and 2 * 3
 differ) and each character of a script without spaces between words (Chinese, Japanese, Thai)."""
 
 _TEXTS_AT_ONCE = 1024
@@ -114,16 +114,14 @@ def word_hashes(texts: Sequence[str], words: Words = "letters") -> tuple[np.ndar
     pieces = [(text if text.isascii() else _spelled_out(text, words)).encode("utf-8", "replace") for text in texts]
     joined = np.frombuffer(b"\n".join([*pieces, b""]).lower(), dtype=np.uint8)
     kinds = _kinds(words)[joined]
-    in_word = kinds == 1
-    edges = np.flatnonzero(in_word[1:] != in_word[:-1]) + 1 if len(joined) else np.zeros(0, dtype=np.int64)
-    if len(joined) and in_word[0]:
-        edges = np.concatenate(([0], edges))
-    begins, ends = edges[0::2], edges[1::2]  # the last byte is a line break, so every word has an end
-    if words == "symbols":
-        signs = np.flatnonzero(kinds == 2)
-        begins, ends = np.concatenate((begins, signs)), np.concatenate((ends, signs + 1))
-        order = np.argsort(begins, kind="stable")
-        begins, ends = begins[order], ends[order]
+    in_word, alone = kinds == 1, kinds == 2
+    begin, end = np.zeros(len(joined) + 1, dtype=bool), np.zeros(len(joined) + 1, dtype=bool)
+    begin[:-1] = in_word | alone
+    begin[1:-1] &= ~in_word[:-1] | alone[1:]
+    end[1:] = in_word | alone
+    end[1:-1] &= ~in_word[1:] | alone[:-1]
+    # Words do not overlap, so the k-th begin and the k-th end are those of one word.
+    begins, ends = np.flatnonzero(begin), np.flatnonzero(end)
     powers, inverses = _powers(len(joined) + 1)
     # The hash of a word is the sum of byte * BASE**place, with places counted from the word's begin, modulo 2**64.
     sums = np.concatenate((np.zeros(1, dtype=np.uint64), np.cumsum(joined * powers[: len(joined)], dtype=np.uint64)))
