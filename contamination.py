@@ -108,7 +108,7 @@ def compare(rows: Sequence[R], items: Sequence[S], same: Collection[int] | None 
     if same is None:
         same = {position for position, row in enumerate(rows) if not keys.isdisjoint(question_keys(row))}
     texts = [question_text(item) for item in items]
-    near = NearMatcher(texts, [question_text(row) for row in evenly_spaced(rows, _SAMPLED_ROWS)])
+    near = NearMatcher.against(texts, rows)
     nearest = _NearestPair[R](near.words, texts, len(rows))
     matches = []
     for number, block in enumerate(batches(rows, _BLOCK)):
@@ -158,6 +158,11 @@ class NearMatcher:
         windows = self._windows(*self.encode(sampled))
         for size in self._sizes:
             size.leave_out_common(size.hits(*windows), len(items), len(sampled))
+
+    @classmethod
+    def against(cls, items: Sequence[str], rows: Sequence[Asks]) -> NearMatcher:
+        """For `items` and training rows, of which a sample is read."""
+        return cls(items, [question_text(row) for row in evenly_spaced(rows, _SAMPLED_ROWS)])
 
     def encode(self, texts: Iterable[str]) -> Encoded:
         """The texts as `match` takes them."""

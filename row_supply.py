@@ -8,11 +8,10 @@ Rows held in memory are looked at; of a `row_table.RowTable` the columns answer.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import overload
+from typing import TypeVar, overload
 
 import numpy as np
 
@@ -21,7 +20,9 @@ from evaluation import normalise
 from overlap import fingerprint, question_keys
 from record_files import quote
 from row_record import Row
-from row_table import RowTable
+from row_table import RowTable, shared_ids
+
+K = TypeVar("K")
 
 Positions = np.ndarray
 """Positions in the supply, counted from 0 and ascending."""
@@ -52,60 +53,76 @@ class RowSupply(Sequence[Row]):
         return self.parts[part][position - self._starts[part]]
 
     @cached_property
-    def _held_ids(self) -> list[dict[str, int]]:
-        """Positions by id, for each part that is held in memory (empty for a table)."""
-        return [
-            {} if isinstance(part, RowTable) else {row.id: position for position, row in enumerate(part)}
-            for part in self.parts
-        ]
+    def _looked_up(self) -> list[RowTable | _Held]:
+        return [part if isinstance(part, RowTable) else _Held(part) for part in self.parts]
 
     def find(self, identity: str) -> int | None:
         """The position of the row with an id; None when there is none."""
-        for part, held, start in zip(self.parts, self._held_ids, self._starts, strict=False):
-            position = part.find(identity) if isinstance(part, RowTable) else held.get(identity)
+        for part, start in zip(self._looked_up, self._starts, strict=False):
+            position = part.find(identity) if isinstance(part, RowTable) else part.ids.get(identity)
             if position is not None:
                 return int(start) + position
         return None
 
+    def refuse_shared_ids(self) -> None:
+        """Raise `DataError` when an id names rows of two parts; within a part ids are unique."""
+        for number, part in enumerate(self.parts):
+            for other in self.parts[:number]:
+                for row, second in shared_ids(other, part):
+                    raise DataError(f"the id {quote(row.id)} names both {row.where} and {second.where}")
+
     def asking(self, keys: Collection[bytes]) -> Positions:
         """Rows that answer a question whose `overlap.prompt_key` is in `keys`."""
         wanted = frozenset(keys)
-        return self._matching(
-            lambda table: table.rows_asking(wanted), lambda row: not wanted.isdisjoint(question_keys(row))
-        )
+        return self._joined(lambda table: table.rows_asking(wanted), lambda held: held.among(held.questions, wanted))
 
     def answering(self, answer: str) -> Positions:
         """Rows whose target is `answer` but for case, white space and surrounding punctuation."""
-        key = fingerprint([answer])
-        return self._matching(
-            lambda table: table.rows_answering({key}),
-            lambda row: row.text is None and fingerprint([row.target]) == key,
-        )
+        wanted = {fingerprint([answer])}
+        return self._joined(lambda table: table.rows_answering(wanted), lambda held: held.among(held.answers, wanted))
 
     def of_category(self, category: str) -> Positions:
         """Rows whose own category is `category`, likewise."""
-        wanted = normalise(category)
-        return self._matching(
-            lambda table: table.rows_of_category(lambda name: normalise(name) == wanted),
-            lambda row: row.category is not None and normalise(row.category) == wanted,
+        name = normalise(category)
+        return self._joined(
+            lambda table: table.rows_of_category(lambda other: normalise(other) == name),
+            lambda held: held.among(held.categories, {name}),
         )
 
-    def _matching(self, of_table: Callable[[RowTable], Positions], of_row: Callable[[Row], bool]) -> Positions:
+    def with_category(self) -> Positions:
+        """Rows that have a category of their own."""
+        return self._joined(
+            lambda table: table.rows_of_category(lambda _: True),
+            lambda held: held.among(held.categories, held.categories.keys()),
+        )
+
+    def _joined(self, of_table: Callable[[RowTable], Positions], of_held: Callable[[_Held], list[int]]) -> Positions:
         found = [
-            start
-            + (
-                of_table(part)
-                if isinstance(part, RowTable)
-                else np.array([position for position, row in enumerate(part) if of_row(row)], dtype=np.int64)
-            )
-            for part, start in zip(self.parts, self._starts, strict=False)
+            np.asarray(of_table(part) if isinstance(part, RowTable) else of_held(part), dtype=np.int64) + start
+            for part, start in zip(self._looked_up, self._starts, strict=False)
         ]
         return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
 
 
-def refuse_shared_ids(rows: Sequence[Row]) -> None:
-    """Raise `DataError` when an id names two of the rows."""
-    twice = [identity for identity, count in Counter(row.id for row in rows).items() if count > 1]
-    if twice:
-        first, second = [row for row in rows if row.id == twice[0]][:2]
-        raise DataError(f"the id {quote(twice[0])} names both {first.where} and {second.where}")
+class _Held:
+    """Positions of rows in memory by id, and by what they ask, answer and are about."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.ids: dict[str, int] = {}
+        self.questions: dict[bytes, list[int]] = {}
+        self.answers: dict[bytes, list[int]] = {}
+        self.categories: dict[str, list[int]] = {}
+        for position, row in enumerate(rows):
+            if self.ids.setdefault(row.id, position) != position:
+                first = rows[self.ids[row.id]]
+                raise DataError(f"the id {quote(row.id)} names both {first.where} and {row.where}")
+            for key in question_keys(row):
+                self.questions.setdefault(key, []).append(position)
+            if row.text is None:
+                self.answers.setdefault(fingerprint([row.target]), []).append(position)
+            if row.category is not None:
+                self.categories.setdefault(normalise(row.category), []).append(position)
+
+    def among(self, index: Mapping[K, list[int]], wanted: Collection[K]) -> list[int]:
+        """The positions that `index` has for any of `wanted`, ascending."""
+        return sorted({position for key in wanted for position in index.get(key, ())})

@@ -57,7 +57,7 @@ def test_defaults_are_those_of_the_design(write):
     }  # fmt: skip
     assert config.selection.model_dump() == {
         "strategy": "balanced_failures", "pool_file": None, "hard_fraction": 0.25, "max_repeats": 1,
-        "label_guard": True,
+        "label_guard": True, "embedding_model": None,
     }  # fmt: skip
 
 

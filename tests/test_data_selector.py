@@ -15,6 +15,7 @@ class Settings:
     hard_fraction: float = 0.25
     max_repeats: int = 1
     label_guard: bool = False
+    embedding_model: str | None = None
 
 
 LABELS = ("billing", "login", "delivery", "refund")
