@@ -113,9 +113,11 @@ class BudgetConfig(StrictModel):
 
 
 class HeldoutConfig(StrictModel):
-    """The scoreboard's settings. Not available in this version."""
+    """What is kept for the final test. Of the scoreboard's settings only the file is used in this version."""
 
-    test_file: Text | None = Field(default=None, description="Not available in this version.")
+    test_file: Text | None = Field(
+        default=None, description="Rows kept for a final test: training or pool rows that ask the same are refused."
+    )
     family: Text | None = Field(default=None, description="Not available in this version.")
     metric: Text | None = Field(default=None, description="Not available in this version.")
     bar: Share | None = Field(default=None, description="Not available in this version.")

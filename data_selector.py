@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -70,7 +70,8 @@ class Selection:
 
 class DataSelector:
     """Chooses rows from a training file and a pool. Rows that ask what an evaluation item asks are never chosen,
-    unless `allow_overlap` (overfitting on purpose).
+    unless `allow_overlap` (overfitting on purpose). `can_train` is asked when a row's turn comes; where it says no,
+    the next one takes its place.
 
     Raises `DataError` when an id names two rows, or no row is left; `ConfigurationError` for an unknown strategy.
     """
@@ -84,6 +85,7 @@ class DataSelector:
         selection_config: SelectionSettings,
         seed: int,
         allow_overlap: bool = False,
+        can_train: Callable[[Row], bool] | None = None,
     ) -> None:
         if selection_config.strategy not in STRATEGIES:
             known = ", ".join(STRATEGIES)
@@ -93,6 +95,7 @@ class DataSelector:
         self.settings = selection_config
         self.seed = seed
         self.allow_overlap = allow_overlap
+        self._can_train = can_train
         self._rows = (*train_rows, *pool_rows)
         self._n_train = len(train_rows)
         self._eval_keys = {prompt_key(row) for row in eval_rows}
@@ -125,7 +128,8 @@ class DataSelector:
             raise DataError(f"a round needs at least one row, asked for {count}")
         notes: list[str] = []
         allowed = self._without_evaluation_items(samples, notes)
-        draw = _Draw(self._rows, allowed, seen, self.settings.max_repeats, random.Random(f"rows/{self.seed}/{round}"))
+        rng = random.Random(f"rows/{self.seed}/{round}")
+        draw = _Draw(self._rows, allowed, seen, self.settings.max_repeats, rng=rng, can_train=self._can_train)
         strategy = self.settings.strategy
         set_aside: tuple[SetAside, ...] = ()
         if strategy == "none":
@@ -189,7 +193,7 @@ class DataSelector:
         taken, served = 0, set()
         while taken < wanted and any(queue for _, queue in queues):
             for sample, queue in queues:
-                while queue and draw.listed[queue[-1][0]]:
+                while queue and (draw.listed[queue[-1][0]] or draw.refuses(queue[-1][0])):
                     queue.pop()
                 if queue and taken < wanted:
                     index, score = queue.pop()
@@ -292,9 +296,12 @@ class _Draw:
         allowed: Iterable[int],
         seen: Mapping[str, int],
         max_repeats: int,
+        *,
         rng: random.Random,
+        can_train: Callable[[Row], bool] | None = None,
     ) -> None:
         self.random = rng
+        self._rows, self._can_train = rows, can_train
         self.max_repeats = max_repeats
         self.level = [seen.get(row.id, 0) for row in rows]
         self.open = set(allowed)
@@ -305,6 +312,10 @@ class _Draw:
 
     def restrict(self, allowed: Iterable[int]) -> None:
         self.open &= set(allowed)
+
+    def refuses(self, index: int) -> bool:
+        """Whether the row turns out not to be trainable, now that its turn has come."""
+        return self._can_train is not None and not self._can_train(self._rows[index])
 
     def take(self, index: int, why: str) -> None:
         self.taken.append((index, why))
@@ -337,6 +348,8 @@ class _Queue:
 
     def level(self) -> int | None:
         """How often the next row was trained on or listed; None when the queue is empty."""
+        while self._heap and self._draw.refuses(self._heap[0][2]):
+            heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def pop(self) -> int:

@@ -90,13 +90,14 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
         _from_here(config.train_file),
         pool_file=_from_here(config.selection.pool_file),
         eval_file=_from_here(config.eval_file),
+        test_file=_from_here(config.heldout.test_file),
         category_field=config.evaluation.category_field,
         train_on_what=config.train_on_what,
         allow_overlap=config.allow_overlap,
     )
     train, pool, eval_rows = data.train, data.pool, data.evaluation
     warnings += data.warnings
-    for name, loaded in (("training", train), ("pool", pool), ("evaluation", eval_rows)):
+    for name, loaded in (("training", train), ("pool", pool), ("evaluation", eval_rows), ("test", data.test)):
         if loaded is not None:
             lines.append(f"{name} data: {loaded.describe()}")
     if data.nearest is not None:
@@ -125,10 +126,10 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
         rendering.check_prefix(chat_format, [dict(message) for message in chatty.messages])
 
     loader = data_loader.DataLoader(chat_format, max_seq_length=max_length, train_on_what=config.train_on_what)
-    stats = loader.check(train.rows)
+    stats = loader.check(train.rows, seed=config.seed)
     lines.append(stats.describe())
     if pool is not None:
-        loader.check(pool.rows)
+        loader.check(pool.rows, seed=config.seed)
     if eval_rows is not None:
         check_prompt_lengths(eval_rows.rows, chat_format, max_length, config.evaluation.max_tokens)
 
@@ -167,7 +168,6 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
         f"{config.lora_rank}, learning rate {rate:.3g} (x{config.lr_decay:g} after a missed round, "
         f"warm-up {_count(warmup, 'step')}), until the validation score reaches {config.eval_threshold:g}"
     )
-    trainable = [row for row in train.rows if row.id not in loader.dropped]
     return Prepared(
         config=config,
         served=served,
@@ -186,7 +186,7 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
         on_training_data=on_training_data,
         lines=tuple(lines),
         warnings=tuple(warnings),
-        mask_preview=loader.mask_preview(trainable[0]),
+        mask_preview=loader.mask_preview(next(row for row in train.rows if loader.can_train(row))),
     )
 
 

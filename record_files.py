@@ -147,8 +147,10 @@ def file_layout(path: Path, source: str, faults: list[Fault]) -> Literal["lines"
 
 
 def plain_records(lines: list[bytes]) -> tuple[list[dict[str, Any]], list[bytes]] | None:
-    """(records, their `canonical_json`) of consecutive lines that all hold plain objects, several times faster than
-    line by line; None when one of them needs a closer look (`LineDecoder`). Numbers are not looked at (`holds_huge`)."""
+    """(records, their `canonical_json`) of consecutive lines that all hold plain objects, faster than line by line.
+
+    None when one of them needs a closer look (`LineDecoder`). Numbers are not looked at (`holds_huge`).
+    """
     try:
         records = list(map(orjson.loads, lines))
         canonical = list(map(orjson.dumps, records, repeat(None), repeat(orjson.OPT_SORT_KEYS)))
@@ -208,7 +210,8 @@ class LineDecoder:
 
 
 def holds_huge(values: Iterable[Any]) -> bool:
-    """Whether a float beyond 64-bit whole numbers is among some values of a record, at any depth."""
+    """Whether a float beyond 64-bit whole numbers is among some values of a record, at any depth: it may have been a
+    whole number in the file."""
     for value in values:
         kind = type(value)
         if kind is str:

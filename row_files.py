@@ -9,6 +9,7 @@ All faults of all files are told in one `DataError` (the first ten and a count),
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,8 @@ class LoadedRows:
 @dataclass(frozen=True)
 class RunData:
     """All files of a run, checked together. `nearest` is the most similar (training or pool row, evaluation row,
-    score in [0, 1]) left, for a person to judge; `overlap` is empty unless it was allowed."""
+    score in [0, 1]) left, for a person to judge; `overlap` is empty unless it was allowed. `test` is the file that
+    must not be trained or tuned on."""
 
     train: LoadedRows
     pool: LoadedRows | None
@@ -68,6 +70,7 @@ class RunData:
     overlap: tuple[tuple[Row, Row], ...]
     nearest: tuple[Row, Row, float] | None
     warnings: tuple[str, ...]
+    test: LoadedRows | None = None
 
 
 def load_rows(
@@ -82,8 +85,8 @@ def load_rows(
     `purpose` is "train" or "eval" (also for test files). A row's category is its `category_field`, or else its
     `category`. A missing file is told with the names that come near.
     """
-    loaded, faults = _read_rows(path, purpose, category_field, train_on_what)
-    _raise_faults(faults)
+    loaded, faults = read_rows(path, purpose, category_field, train_on_what)
+    raise_faults(faults)
     return loaded
 
 
@@ -92,32 +95,42 @@ def load_run_data(
     *,
     pool_file: str | Path | None = None,
     eval_file: str | Path | None = None,
+    test_file: str | Path | None = None,
     category_field: str | None = None,
     train_on_what: str = "last_assistant_turn",
     allow_overlap: bool = False,
 ) -> RunData:
     """The files of a run, checked on their own and against each other; all faults in one `DataError`.
 
-    Refused beside faulty rows: an id in both training file and pool, and training or pool rows that ask what an
-    evaluation row asks (exactly or up to case, spaces and Unicode form), unless `allow_overlap`.
+    Refused beside faulty rows: one file in two places (`refuse_same_file`), an id in both training file and pool, and
+    training or pool rows that ask what an evaluation or test row asks (exactly or up to case, spaces and Unicode form).
+    `allow_overlap` permits that for evaluation rows.
     """
     faults: list[Fault] = []
     files: list[LoadedRows | None] = []
-    for path, purpose in ((train_file, "train"), (pool_file, "train"), (eval_file, "eval")):
+    places = ((train_file, "train"), (pool_file, "train"), (eval_file, "eval"), (test_file, "eval"))
+    for path, purpose in places:
         if path is None:
             files.append(None)
             continue
-        loaded, found = _read_rows(path, purpose, category_field, train_on_what)  # type: ignore[arg-type]
+        loaded, found = read_rows(path, purpose, category_field, train_on_what)  # type: ignore[arg-type]
         files.append(loaded)
         faults += found
-    train, pool, evaluation = files
+    train, pool, evaluation, test = files
     assert train is not None
+    names = ("training", "pool", "evaluation", "test")
+    refuse_same_file(
+        {name: loaded for name, loaded in zip(names, files, strict=True) if loaded}, allow_overlap=allow_overlap
+    )
     asked = evaluation.rows if evaluation else ()
     for row, other in shared_ids(train.rows, pool.rows) if pool else ():
         reason = f"the id {quote(other.id)} is also that of {row.where}; a pool needs ids of its own"
         faults.append(Fault(other.source, other.line, reason))
     sources = [train.rows, pool.rows] if pool else [train.rows]
     overlap = find_overlap([row for rows in sources for row in _rows_asking(rows, asked)], asked)
+    tested = test.rows if test else ()
+    leaks = find_overlap([row for rows in sources for row in _rows_asking(rows, tested)], tested)
+    faults += [_overlap_fault(row, item, "test") for row, item in leaks]
     warnings = [warning for loaded in files if loaded for warning in loaded.warnings]
     nearest = None
     if not any(isinstance(rows, RowTable) for rows in sources) and (
@@ -126,16 +139,16 @@ def load_run_data(
         nearest = nearest_pair([row for rows in sources for row in rows], asked)
     elif asked:
         warnings.append("the most similar training and evaluation rows are not shown: too many to compare")
-    hint = ""
+    hint = "\nRemove the rows on one side: what is in the test file is never trained on." if leaks else ""
     if overlap and not allow_overlap:
         faults += [_overlap_fault(row, item) for row, item in overlap]
         if nearest:
             row, item, score = nearest
-            hint = f"\nNearest pair apart from these (similarity {score:.2f}): {row.where} {quote(row.question)}"
+            hint += f"\nNearest pair apart from these (similarity {score:.2f}): {row.where} {quote(row.question)}"
             hint += f" and {item.where} {quote(item.question)}"
         hint += "\nRemove the rows on one side, or set allow_overlap=true to measure on training data on purpose."
-    _raise_faults(faults, hint)
-    return RunData(train, pool, evaluation, tuple(overlap), nearest, tuple(warnings))
+    raise_faults(faults, hint)
+    return RunData(train, pool, evaluation, tuple(overlap), nearest, tuple(warnings), test)
 
 
 def _rows_asking(rows: Sequence[Row], asked: Sequence[Row]) -> Sequence[Row]:
@@ -145,13 +158,35 @@ def _rows_asking(rows: Sequence[Row], asked: Sequence[Row]) -> Sequence[Row]:
     return rows
 
 
-def _overlap_fault(row: Row, item: Row) -> Fault:
+def refuse_same_file(files: Mapping[str, LoadedRows], *, allow_overlap: bool) -> None:
+    """Raise `DataError` where two files of a run are one, by path, by a link, or by content.
+
+    `files` has the keys "training", "pool", "evaluation" and "test", or some of them, in this order. `allow_overlap`
+    permits the evaluation file to be trained on, never the test file.
+    """
+    told = []
+    for (first, one), (second, other) in itertools.combinations(files.items(), 2):
+        if allow_overlap and second == "evaluation":
+            continue
+        if one.path.samefile(other.path):
+            told.append(f"the {first} file and the {second} file are one file: {one.path} and {other.path}")
+        elif one.digest == other.digest:
+            told.append(f"the {first} file {one.path} and the {second} file {other.path} have the same content")
+    if told:
+        remedy = "Name different files"
+        if "test" not in files and "evaluation" in files:
+            remedy += ", or set allow_overlap=true to measure on training data on purpose"
+        raise DataError("\n".join([*told, f"{remedy}."]))
+
+
+def _overlap_fault(row: Row, item: Row, kind: str = "evaluation") -> Fault:
     same = any(turn["content"] == item.question for turn in row.messages) or row.text == item.question
     how = "exactly" if same else "up to case, spaces and punctuation"
-    return Fault(row.source, row.line, f"asks {how} what evaluation item {quote(item.id)} ({item.where}) asks")
+    return Fault(row.source, row.line, f"asks {how} what {kind} item {quote(item.id)} ({item.where}) asks")
 
 
-def _raise_faults(faults: Sequence[Fault], hint: str = "") -> None:
+def raise_faults(faults: Sequence[Fault], hint: str = "") -> None:
+    """One `DataError` for all faults, the first ten and a count; `hint` follows them."""
     if faults:
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
         listed = "\n".join(f"  {line}" for line in first_ten(faults))
@@ -178,9 +213,10 @@ def _existing_file(path: str | Path) -> Path:
     raise DataError(f"{path}: not found; {there}")
 
 
-def _read_rows(
+def read_rows(
     path: str | Path, purpose: Purpose, category_field: str | None, train_on_what: str
 ) -> tuple[LoadedRows, list[Fault]]:
+    """`load_rows`, with the faults handed back, so that those of several files can be told together."""
     file = _existing_file(path)
     rules = RowRules(str(path), file.stem, purpose, category_field, train_on_what)
     faults: list[Fault] = []

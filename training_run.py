@@ -34,6 +34,7 @@ from error_handling import (
     TrainingError,
 )
 from logger import StructuredLogger
+from record_files import first_ten
 from step_pipeline import StepPipeline
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class TrainingRun:
         usable = prepared.loader.usable
         self._train_rows = usable(prepared.train.rows)
         self._pool_rows = usable(prepared.pool.rows) if prepared.pool else []
-        self._rows = {row.id: row for row in (*self._train_rows, *self._pool_rows)}
+        self._rows = data_loader.RowsById(self._train_rows, self._pool_rows)
         eval_rows = prepared.evaluation_rows.rows if prepared.evaluation_rows else ()
         self._selector = DataSelector(
             self._train_rows,
@@ -84,6 +85,7 @@ class TrainingRun:
             selection_config=self.config.selection,
             seed=self.config.seed,
             allow_overlap=self.config.allow_overlap,
+            can_train=prepared.loader.can_train,
         )
 
     # Where the run stands
@@ -195,7 +197,9 @@ class TrainingRun:
             return
         self.folder.start_phase(round, "select")
         if self.folder.load_selection(round) is None:
+            known = set(self.prepared.loader.dropped)
             selection = await self._choose(round)
+            self._tell_replaced(round, known)
             for note in selection.notes:
                 self.log.say(f"round {round}: {note}")
             self.log.event(
@@ -208,6 +212,15 @@ class TrainingRun:
             )
             self.folder.write_selection(round, [row.to_json() for row in selection.rows])
         self._done(round, "select")
+
+    def _tell_replaced(self, round: int, known: set[str]) -> None:
+        """Warn of rows that could not be trained on when their turn came; those `known` were told before."""
+        reasons = {row: why for row, why in self.prepared.loader.dropped.items() if row not in known}
+        if reasons:
+            listed = "; ".join(first_ten(f"{row}: {why}" for row, why in reasons.items()))
+            self.log.warn(
+                f"{len(reasons)} rows cannot be trained on, so others took their places: {listed}", round=round
+            )
 
     async def _choose(self, round: int) -> Selection:
         seen: Counter[str] = Counter()
@@ -233,13 +246,14 @@ class TrainingRun:
     def _batches(self, round: int) -> list[list[data_loader.Row]]:
         """The rows of every step of a round whose selection is written."""
         chosen = self.folder.load_selection(round) or []
-        missing = [row["id"] for row in chosen if row["id"] not in self._rows]
+        found = self._rows.find(row["id"] for row in chosen)
+        missing = [row["id"] for row in chosen if row["id"] not in found]
         if missing:
             raise CheckpointError(
                 f"{self.folder.selection_path(round)}: rows {missing[:3]} are in no data file any more; put the files "
                 "back as they were, or start a new run"
             )
-        rows = [self._rows[row["id"]] for row in chosen]
+        rows = [found[row["id"]] for row in chosen]
         return [
             data_loader.batch_rows(
                 rows, batch_size=self.config.batch_size, seed=self.config.seed, round=round, step_in_round=number
