@@ -100,7 +100,8 @@ def tell_score(row: Mapping[str, Any], max_tokens: int, log: StructuredLogger) -
         parts.append(f"{row['truncated']:.0%} of the replies cut at {max_tokens} tokens")
     interval = "" if row["ci_low"] is None else f" [{row['ci_low']:.3f}, {row['ci_high']:.3f}]"
     name = "baseline" if row["round"] == 0 else f"round {row['round']}"
-    log.say(f"{name}: validation score {row['score']:.3f}{interval} ({', '.join(parts)})")
+    kind = f"score {row['scores_are']}" if row.get("scores_are") else "validation score"
+    log.say(f"{name}: {kind} {row['score']:.3f}{interval} ({', '.join(parts)})")
     weak = [(label, part) for label, part in row["categories"].items() if part["score"] < 1][:3]
     if weak:
         log.say("  weakest: " + ", ".join(f"{label} {part['score']:.2f} (n = {part['n']})" for label, part in weak))

@@ -108,8 +108,8 @@ class SelectionConfig(StrictModel):
     label_guard: bool = Field(default=True, description="Set rows aside whose label looks wrong, and list them.")
     embedding_model: Text | None = Field(
         default=None,
-        description="What tells the rows nearest to a failure. null: the words they share (TF-IDF). Else a Hugging Face "
-        "folder or name (safetensors), or a function of texts, as `package.module:function`.",
+        description="What tells the rows nearest to a failure. null: the words they share (TF-IDF). Else a Hugging "
+        "Face folder or name (safetensors), or a function of texts, as `package.module:function`.",
     )
 
 
@@ -122,9 +122,11 @@ class BudgetConfig(StrictModel):
 
 
 class HeldoutConfig(StrictModel):
-    """The scoreboard's settings. Not available in this version."""
+    """What is kept for the final test. Of the scoreboard's settings only the file is used in this version."""
 
-    test_file: Text | None = Field(default=None, description="Not available in this version.")
+    test_file: Text | None = Field(
+        default=None, description="Rows kept for a final test: training or pool rows that ask the same are refused."
+    )
     family: Text | None = Field(default=None, description="Not available in this version.")
     metric: Text | None = Field(default=None, description="Not available in this version.")
     bar: Share | None = Field(default=None, description="Not available in this version.")

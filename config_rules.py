@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import hyperparam_utils
-from config_faults import UNAVAILABLE, not_available
+from config_faults import UNAVAILABLE, UNAVAILABLE_IN_HELDOUT, not_available
 from config_file import KeyPath, dotted, in_json
 from config_groups import STRATEGIES
 from error_handling import ConfigurationError
@@ -55,6 +55,9 @@ def _unavailable(config: TrainingConfig) -> Iterator[Contradiction]:
             yield _fault(name, message=not_available(name))
     if config.evaluation.cluster_by is not None:
         yield _fault("evaluation", "cluster_by", message=not_available("cluster_by"))
+    for key in UNAVAILABLE_IN_HELDOUT:
+        if getattr(config.heldout, key) not in (None, ()):
+            yield _fault("heldout", key, message=not_available(key))
     for index, task in enumerate(config.eval_tasks):
         for key in UNAVAILABLE_IN_TASK:
             if getattr(task, key) is not None:

@@ -128,7 +128,7 @@ class TrainingConfig(StrictModel):
     decision: DecisionConfig = Field(default_factory=DecisionConfig, description="When to stop, and what comes next.")
     selection: SelectionConfig = Field(default_factory=SelectionConfig, description="Which rows a round trains on.")
     budget: BudgetConfig = Field(default_factory=BudgetConfig, description="Limits of a run.")
-    heldout: HeldoutConfig = Field(default_factory=HeldoutConfig, description="Not available in this version.")
+    heldout: HeldoutConfig = Field(default_factory=HeldoutConfig, description="What is kept for the final test.")
 
     @property
     def planned_steps(self) -> int:

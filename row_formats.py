@@ -112,6 +112,30 @@ def _plain_conversation(record: Mapping[str, Any]) -> RowContent | None:
     return RowContent("prompt/completion", pair, None, _COMPLETION_KEYS, ())
 
 
+def plain_pair(record: Mapping[str, Any]) -> tuple[str, str, int, int] | None:
+    """(question, answer, position of its shape in `SHAPE_NAMES`, number of keys used) of a training record that is one
+    question and one answer, of which `convert_record` has nothing to say; None for every other record."""
+    turns = record.get("messages")
+    if turns is None:
+        asked, answered = record.get("prompt"), record.get("completion")
+        shape, used, elsewhere = 2, 2, _NOT_BESIDE_COMPLETION
+    elif type(turns) is list and len(turns) == 2:
+        first, second = turns
+        if type(first) is not dict or type(second) is not dict or len(first) != 2 or len(second) != 2:
+            return None
+        if first.get("role") != "user" or second.get("role") != "assistant":
+            return None
+        asked, answered = first.get("content"), second.get("content")
+        shape, used, elsewhere = 0, 1, _NOT_BESIDE_MESSAGES
+    else:
+        return None
+    if type(asked) is not str or type(answered) is not str or not asked or not answered:
+        return None
+    if asked.isspace() or answered.isspace() or (len(record) > used and not elsewhere.isdisjoint(record)):
+        return None
+    return asked, answered, shape, used
+
+
 def _text(record: Mapping[str, Any], key: str) -> str:
     value = record[key]
     if not isinstance(value, str):

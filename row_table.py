@@ -91,6 +91,10 @@ class RowTable(Sequence[Row]):
         chosen = np.asarray(positions, dtype=np.int64)
         return RowTable(self.path, self.rules, self.columns.take(chosen), self._version)
 
+    def without(self, positions: Array | Sequence[int]) -> RowTable:
+        """All rows but those at `positions`, as a table."""
+        return self.take(np.delete(np.arange(len(self)), np.asarray(positions, dtype=np.int64)))
+
     def _read(self, start: int, end: int, *, buffering: int) -> Iterator[Row]:
         columns, make, again, offset_now = self.columns, self.rules.row, self._decoder.again, -1
         plain = columns.plain

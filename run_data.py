@@ -10,7 +10,8 @@ Training and pool rows that ask what an evaluation or test item asks refuse the 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -79,17 +80,18 @@ def load_run_data(
         if path is not None:
             files[name], found = read_rows(path, purpose, category_field, train_on_what)
             faults += found
-    _refuse_one_file_twice(files, allow_overlap)
+    refuse_same_file(files, allow_overlap=allow_overlap)
     train, pool = files["training"], files.get("pool")
     for row, other in shared_ids(train.rows, pool.rows) if pool else ():
         reason = f"the id {quote(other.id)} is also that of {row.where}; a pool needs ids of its own"
         faults.append(Fault(other.source, other.line, reason))
     supply = RowSupply(train.rows, *([pool.rows] if pool else []))
     evaluation, test = _compare(supply, files.get("evaluation")), _compare(supply, files.get("test"))
-    refused = (*test.overlap, *(() if allow_overlap else evaluation.overlap))
-    faults += [_overlap_fault(row, item) for row, item in refused]
+    refused = () if allow_overlap else evaluation.overlap
+    faults += [_overlap_fault(row, item, "test") for row, item in test.overlap]
+    faults += [_overlap_fault(row, item, "evaluation") for row, item in refused]
     nearest = max((found.nearest for found in (evaluation, test) if found.nearest), key=lambda n: n[2], default=None)
-    raise_faults(faults, _overlap_hint(nearest, bool(test.overlap)) if refused else "")
+    raise_faults(faults, _overlap_hint(nearest, refused=bool(refused), tested=bool(test.overlap)))
     near = {match.position: match for match in (*evaluation.near, *test.near)}
     dropped = {match.position for match in (*test.near, *(() if allow_overlap else evaluation.near))}
     if dropped:
@@ -130,36 +132,40 @@ def _without(loaded: LoadedRows, positions: Collection[int]) -> LoadedRows:
     return replace(loaded, rows=tuple(loaded.rows[position] for position in kept))
 
 
-def _refuse_one_file_twice(files: dict[str, LoadedRows], allow_overlap: bool) -> None:
-    """Raise `DataError` where two of the files are one, by path or content."""
-    faults = []
-    names = list(files)
-    for number, first in enumerate(names):
-        for second in names[number + 1 :]:
-            if allow_overlap and {first, second} <= {"training", "pool", "evaluation"}:
-                continue
-            one, other = files[first], files[second]
-            if one.path.resolve() == other.path.resolve():
-                faults.append(f"the {first} file and the {second} file are one file, {one.path}")
-            elif one.digest == other.digest:
-                faults.append(f"the {first} file {one.path} and the {second} file {other.path} have the same content")
-    if faults:
-        remedy = "Name different files, or set allow_overlap=true to measure on training data on purpose"
-        raise DataError("\n".join([*faults, f"{remedy} (a test file must never be trained or tuned on)."]))
+def refuse_same_file(files: Mapping[str, LoadedRows], *, allow_overlap: bool) -> None:
+    """Raise `DataError` where two files of a run are one, by path, by a link, or by content.
+
+    `files` has the keys "training", "pool", "evaluation" and "test", or some of them, in this order. `allow_overlap`
+    permits the evaluation file to be trained on, never the test file.
+    """
+    told = []
+    for (first, one), (second, other) in itertools.combinations(files.items(), 2):
+        if allow_overlap and second == "evaluation":
+            continue
+        if one.path.samefile(other.path):
+            told.append(f"the {first} file and the {second} file are one file: {one.path} and {other.path}")
+        elif one.digest == other.digest:
+            told.append(f"the {first} file {one.path} and the {second} file {other.path} have the same content")
+    if told:
+        remedy = "Name different files"
+        if "test" not in files and "evaluation" in files:
+            remedy += ", or set allow_overlap=true to measure on training data on purpose"
+        raise DataError("\n".join([*told, f"{remedy}."]))
 
 
-def _overlap_fault(row: Row, item: Row) -> Fault:
+def _overlap_fault(row: Row, item: Row, kind: str) -> Fault:
     same = any(turn["content"] == item.question for turn in row.messages) or row.text == item.question
     how = "exactly" if same else "up to case, spaces and punctuation"
-    return Fault(row.source, row.line, f"asks {how} what evaluation item {quote(item.id)} ({item.where}) asks")
+    return Fault(row.source, row.line, f"asks {how} what {kind} item {quote(item.id)} ({item.where}) asks")
 
 
-def _overlap_hint(nearest: tuple[Row, Row, float] | None, with_test: bool) -> str:
-    hint = ""
-    if nearest:
-        row, item, score = nearest
-        hint = f"\nNearest pair apart from these (similarity {score:.2f}): {row.where} {quote(row.question)}"
-        hint += f" and {item.where} {quote(item.question)}"
-    if with_test:
-        return hint + "\nRemove the rows on one side; what is in a test file is never trained on."
-    return hint + "\nRemove the rows on one side, or set allow_overlap=true to measure on training data on purpose."
+def _overlap_hint(nearest: tuple[Row, Row, float] | None, *, refused: bool, tested: bool) -> str:
+    """What to do about rows that ask the same, and the pair that may be a paraphrase besides."""
+    hint = "\nRemove the rows on one side: what is in the test file is never trained on." if tested else ""
+    if refused:
+        if nearest:
+            row, item, score = nearest
+            hint += f"\nNearest pair apart from these (similarity {score:.2f}): {row.where} {quote(row.question)}"
+            hint += f" and {item.where} {quote(item.question)}"
+        hint += "\nRemove the rows on one side, or set allow_overlap=true to measure on training data on purpose."
+    return hint
