@@ -202,6 +202,7 @@ def _facts(summary: Mapping[str, Any], state: Mapping[str, Any], threshold: floa
         "status": summary.get("status") or state.get("status"),
         "outcome": outcome,
         "best score": None if best is None else f"{best:.3f} ({named})",
+        "scores are": summary.get("scores_are") or state.get("scores_are"),
         "baseline": None if summary.get("baseline_score") is None else f"{summary['baseline_score']:.3f}",
         "target": None if threshold is None else f"{threshold:g}",
         "model": state.get("model"),
