@@ -147,6 +147,22 @@ def test_the_run_folder_holds_what_the_documentation_promises(memorised):
     assert {path.name for path in (run_dir / "plots").iterdir()} >= {"loss.png", "score.png"}
 
 
+def test_scores_on_training_data_say_so_wherever_they_stand(memorised, capsys):
+    summary, run_dir = memorised
+    assert summary["scores_are"] == "on training data"
+    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    measured = [event for event in events if event["event"] == "evaluation"]
+    assert len(measured) == len(summary["rounds"])
+    assert {event["scores_are"] for event in measured} == {"on training data"}
+    page = (run_dir / "report.html").read_text()
+    assert "Every score on this page is on training data" in page
+    assert "<h2>Rounds (scores on training data)</h2>" in page
+    assert main("--resume", run_dir) == 0
+    shown = capsys.readouterr().out
+    assert "Score on training data by round" in shown
+    assert f"with {summary['best_score']:.3f} (on training data)" in shown
+
+
 def test_every_step_is_logged_once_with_its_learning_rate_and_loss(memorised):
     summary, run_dir = memorised
     steps = events(run_dir, "step")
@@ -567,6 +583,8 @@ def test_evalops_gets_every_evaluated_round_and_never_decides_the_run(tmp_path, 
     assert received[1]["testSuiteId"] == "suite-9"
     assert received[1]["config"]["metadata"]["round"] == 1
     assert received[1]["config"]["metadata"]["metrics"]["score"] == summary["rounds"][1]["score"]
+    assert received[1]["config"]["metadata"]["scores_are"] == "on training data"
+    assert ", score on training data 0." in received[1]["description"]
     assert received[0]["key"] == "Bearer eo-marked-key"
     written = [path for path in run_dir.rglob("*") if path.is_file() and path.suffix in (".json", ".jsonl", ".html")]
     assert written
