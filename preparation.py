@@ -40,6 +40,7 @@ class Prepared:
     train: data_loader.LoadedRows
     pool: data_loader.LoadedRows | None
     evaluation_rows: data_loader.LoadedRows | None
+    test: data_loader.LoadedRows | None
     evaluator: str
     tasks: tuple[inspect_eval.TaskSpec, ...]
     n_samples: int
@@ -55,6 +56,7 @@ class Prepared:
     def data_digests(self) -> dict[str, str]:
         """sha256 of every data file, for telling on resume whether one has changed."""
         files = {"train_file": self.train, "pool_file": self.pool, "eval_file": self.evaluation_rows}
+        files["heldout.test_file"] = self.test
         return {name: loaded.digest for name, loaded in files.items() if loaded is not None}
 
 
@@ -177,6 +179,7 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
         train=train,
         pool=pool,
         evaluation_rows=eval_rows,
+        test=data.test,
         evaluator=evaluator,
         tasks=tasks,
         n_samples=n_samples,
