@@ -368,3 +368,26 @@ def test_guard_leaves_a_class_alone_that_gets_nearly_every_reply():
     third = [replace(sample, id=f"more-{sample.id}", target="billing", score=0.0) for sample in lumped]
     chosen = select(guard_rows(), samples=[*lumped, *third], count=30, losses=losses, label_guard=True)
     assert chosen.set_aside == ()
+
+
+# Rows that turn out not to be trainable
+
+
+@pytest.mark.parametrize("strategy", ["balanced_failures", "failures", "balanced", "random", "none"])
+@pytest.mark.parametrize("round", [1, 2])
+def test_a_row_that_cannot_be_trained_on_gives_its_place_to_the_next(strategy, round):
+    rows = labelled({"billing": 20, "refund": 20})
+    bad = {f"train:{number}" for number in range(0, 40, 2)}
+    asked: set[str] = set()
+
+    def can_train(row: Row) -> bool:
+        asked.add(row.id)
+        return row.id not in bad
+
+    selector = DataSelector(
+        rows, [], [], selection_config=Settings(strategy=strategy, label_guard=False), seed=1, can_train=can_train
+    )
+    chosen = selector.select(round=round, count=12, seen={}, samples=evaluation(("billing", "refund")))
+    assert len(set(ids(chosen))) == 12
+    assert bad.isdisjoint(ids(chosen))
+    assert len(asked) < 40  # asked only when a row's turn has come

@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 
 import config_schema
+import data_loader
+import row_files
 import trainer_with_eval
 from error_handling import CheckpointError, ConfigurationError, EvalLoopError, TrainingError
 
@@ -98,6 +100,23 @@ def scores(summary: dict[str, Any]) -> list[tuple[Any, ...]]:
     return [
         (row["round"], row["score"], row["nll"], row["learning_rate"], row["decision"]) for row in summary["rounds"]
     ]
+
+
+def test_a_large_file_is_read_and_rendered_as_its_rows_are_chosen(tmp_path, monkeypatch):
+    for module, name, value in ((row_files, "HELD_ROWS", 30), (data_loader, "HELD_ROWS", 30)):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(data_loader, "CHECKED_ROWS", 5)
+    train = tmp_path / "train.jsonl"
+    rows = [{"prompt": f"Question {n}", "completion": "long " * (900 if n % 2 else 1)} for n in range(60)]
+    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"train_file": str(train), "steps_per_round": 1, "batch_size": 8, "max_rounds": 1, "warmup_steps": None}
+    summary, run_dir = run(tmp_path, **changes, evaluation={"evaluator": "simple", "max_tokens": 1})
+    assert [row["rows"] for row in summary["rounds"]] == [0, 8]
+    chosen = [json.loads(line)["id"] for line in (run_dir / "selection" / "round_01.jsonl").read_text().splitlines()]
+    assert len(set(chosen)) == 8
+    assert all((int(name.split(":")[1]) - 1) % 2 == 0 for name in chosen)
+    warnings = [row["message"] for row in events(run_dir, "warning")]
+    assert any("cannot be trained on, so others took their places" in warning for warning in warnings)
 
 
 @pytest.fixture(scope="module")
