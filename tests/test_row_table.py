@@ -11,6 +11,7 @@ import pytest
 
 import row_files
 import row_formats
+import row_record
 import row_scan
 from error_handling import DataError
 from overlap import find_overlap, fingerprint, prompt_key, question_keys
@@ -227,6 +228,7 @@ def test_plain_rows_are_converted_as_the_rules_of_their_shape_say(monkeypatch):
 
     quick = outcomes()
     monkeypatch.setattr(row_formats, "_plain_conversation", lambda record: None)
+    monkeypatch.setattr(row_record, "plain_pair", lambda record: None)
     assert quick == outcomes()
     for record in records:
         pair = row_formats.plain_pair(record)
