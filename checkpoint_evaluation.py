@@ -69,6 +69,8 @@ async def ask_checkpoint(
                 prepared.evaluation_rows.rows,
                 labels=prepared.labels,
                 task=preparation.EVAL_FILE_TASK,
+                cluster_by=settings.cluster_by,
+                category_field=settings.category_field,
                 done=known,
                 on_sample=keep,
                 max_errors=settings.max_errors,

@@ -15,7 +15,7 @@ from config_file import KeyPath, dotted, in_json
 Fault = tuple[KeyPath, str]
 """Where, and what is wrong there."""
 
-UNAVAILABLE = frozenset({"trackers", "notify", "heldout", "cluster_by"})
+UNAVAILABLE = frozenset({"trackers", "notify", "heldout"})
 """Keys that are part of the design and that no program serves yet: refused rather than ignored."""
 
 # An unknown key that looks like a credential is answered with the environment variable that takes it.

@@ -17,6 +17,7 @@ import evaluation
 import hyperparam_utils
 import inspect_eval
 import rendering
+import simple_eval
 from error_handling import ConfigurationError, DataError, DependencyError
 
 if TYPE_CHECKING:
@@ -130,6 +131,8 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
     if pool is not None:
         loader.check(pool.rows)
     if eval_rows is not None:
+        settings = config.evaluation
+        simple_eval.check_rows(eval_rows.rows, cluster_by=settings.cluster_by, category_field=settings.category_field)
         check_prompt_lengths(eval_rows.rows, chat_format, max_length, config.evaluation.max_tokens)
 
     tasks: tuple[inspect_eval.TaskSpec, ...] = ()
@@ -139,7 +142,10 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
         plans = inspect_eval.check_tasks(tasks)
         n_samples = sum(len(plan.keys) for plan in plans)
         lines.append(
-            "evaluation tasks: " + ", ".join(f"{plan.name} ({_count(len(plan.keys), 'sample')})" for plan in plans)
+            "evaluation tasks: "
+            + ", ".join(
+                f"{plan.name} ({_count(len(plan.keys), 'sample')}; {plan.scoring.describe()})" for plan in plans
+            )
         )
     labels = evaluation.closed_label_set([row.target for row in eval_rows.rows]) if eval_rows else ()
     if labels:
@@ -210,7 +216,16 @@ def task_specs(config: TrainingConfig) -> tuple[inspect_eval.TaskSpec, ...]:
         arguments: dict[str, Any] = {"eval_file": config.eval_file}
         if config.evaluation.category_field:
             arguments["category_field"] = config.evaluation.category_field
-        specs.append(inspect_eval.TaskSpec(task=inspect_eval.LABELLED_ROWS, args=arguments, name=EVAL_FILE_TASK))
+        if config.evaluation.cluster_by:
+            arguments["cluster_by"] = config.evaluation.cluster_by
+        specs.append(
+            inspect_eval.TaskSpec(
+                task=inspect_eval.LABELLED_ROWS,
+                args=arguments,
+                name=EVAL_FILE_TASK,
+                cluster_by=config.evaluation.cluster_by,
+            )
+        )
     for item in config.eval_tasks:
         specs.append(
             inspect_eval.TaskSpec(
@@ -219,6 +234,10 @@ def task_specs(config: TrainingConfig) -> tuple[inspect_eval.TaskSpec, ...]:
                 weight=item.weight,
                 threshold=item.threshold,
                 category_field=config.evaluation.category_field,
+                scorer=item.scorer,
+                metric=item.metric,
+                reducer=item.reducer,
+                cluster_by=config.evaluation.cluster_by,
             )
         )
     return tuple(specs)

@@ -126,7 +126,8 @@ def figure_interval(
     """Percentile bootstrap of a figure that is no mean, such as an F1 score: resampled are the `n` samples it is over.
 
     `figure` works it out from the positions (0 to n - 1, repeated as drawn) it is given; with `clusters`, whole
-    clusters are drawn. (None, None) with fewer than 2 samples or clusters, or when every draw gives the same.
+    clusters are drawn. (None, None) with fewer than 2 samples or clusters, when every draw gives the same, and when
+    `figure` raises `EvaluationError` on a draw: it is then not defined on samples like these.
     """
     import numpy as np
 
@@ -143,7 +144,10 @@ def figure_interval(
     drawn = []
     for _ in range(_FIGURE_RESAMPLES):
         chosen = rng.integers(0, len(members), size=len(members)).tolist()
-        drawn.append(figure([index for group in chosen for index in members[group]]))
+        try:
+            drawn.append(figure([index for group in chosen for index in members[group]]))
+        except EvaluationError:
+            return None, None
     _check_finite(drawn)
     if max(drawn) - min(drawn) <= _NO_SPREAD:
         return None, None
