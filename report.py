@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import durable_files
+import run_summary
 from checkpoint_manager import CheckpointManager
 from evaluation import SampleResult
 from logger import ROUND_COLUMNS, current_steps, read_events, redact, round_cells, utc_now, visible
 from report_template import TEMPLATE
 
 _EXAMPLES = 6
+_EXAMPLES_OF_CATEGORY = 2
 _CATEGORIES = 40
 _TEXT_LIMIT = 600
 _BLUE, _ORANGE, _GREY = "#2563eb", "#d97706", "#64748b"
@@ -57,6 +59,9 @@ def write_report(run_dir: Path | str) -> list[Path]:
             plots[name] = "data:image/png;base64," + base64.b64encode(data).decode("ascii")
 
     shown = [row["round"] for row in rounds if samples[row["round"]]]
+    last = samples[shown[-1]] if shown else []
+    weak = _weaknesses(last)
+    in_weak = {key for part in weak for key in part["keys"]}
     page = _render(
         run_id=manager.run_id,
         written_at=utc_now(),
@@ -68,9 +73,11 @@ def write_report(run_dir: Path | str) -> list[Path]:
             for row in rounds
         ],
         tasks=_task_table(rounds),
+        answered=_answered(rounds),
         categories=category_table(samples),
         examples_round=shown[-1] if shown else None,
-        examples=_examples(samples[shown[-1]]) if shown else [],
+        weaknesses=weak,
+        examples=_examples([sample for sample in last if sample.key not in in_weak]),
         selections=[_selection_counts(number, rows) for number, rows in selections.items() if rows],
         notes=[*([note] if note else []), *manager.notes],
         config=durable_files.to_json(config, indent=2),
@@ -150,24 +157,41 @@ def loss_plot(steps: Sequence[Mapping[str, Any]]) -> bytes | None:
 
 
 def category_table(samples: Mapping[int, Sequence[SampleResult]]) -> dict[str, Any] | None:
-    """Mean score of each category in each round, the weakest in the last round first; None without categories.
+    """The figures of each category in each round, the surest weakness of the last round first; None without categories.
 
-    `{"rounds": [...], "rows": [{"category", "cells": [(score, n) or None a round]}], "left_out": count}`.
+    `{"rounds": [...], "rows": [{"category", "cells": [an item of run_summary.category_scores or None a round]}],
+    "left_out": count}`.
     """
-    numbers = [number for number, rows in samples.items() if any(row.category is not None for row in rows)]
-    if not numbers:
+    by_round = {number: scores for number, rows in samples.items() if (scores := run_summary.category_scores(rows))}
+    if not by_round:
         return None
-    means: dict[str, dict[int, tuple[float, int]]] = {}
-    for number in numbers:
-        by_category: dict[str, list[float]] = {}
-        for row in samples[number]:
-            if row.category is not None:
-                by_category.setdefault(row.category, []).append(row.score)
-        for category, scores in by_category.items():
-            means.setdefault(category, {})[number] = (sum(scores) / len(scores), len(scores))
-    weakest_first = sorted(means, key=lambda name: (means[name].get(numbers[-1], (2.0, 0))[0], name))
-    rows = [{"category": name, "cells": [means[name].get(n) for n in numbers]} for name in weakest_first[:_CATEGORIES]]
-    return {"rounds": numbers, "rows": rows, "left_out": len(means) - len(rows)}
+    numbers = list(by_round)
+    names = list(dict.fromkeys(name for number in reversed(numbers) for name in by_round[number]))
+    rows = [{"category": name, "cells": [by_round[n].get(name) for n in numbers]} for name in names[:_CATEGORIES]]
+    return {"rounds": numbers, "rows": rows, "left_out": len(names) - len(rows)}
+
+
+def _weaknesses(samples: Sequence[SampleResult]) -> list[dict[str, Any]]:
+    """The weakest categories of a round, each with a few wrong replies."""
+    scores, members = run_summary.category_scores(samples), run_summary.by_category(samples)
+    found = []
+    for name in run_summary.weakest(scores):
+        wrong = sorted((s for s in members[name] if s.score < 1), key=lambda sample: (sample.score, sample.key))
+        shown = wrong[:_EXAMPLES_OF_CATEGORY]
+        found.append(
+            {"name": name, **scores[name], "examples": _examples(shown), "keys": [sample.key for sample in shown]}
+        )
+    return found
+
+
+def _answered(rounds: Sequence[Mapping[str, Any]]) -> list[str]:
+    """For every round in which samples failed, the score of those that did not."""
+    return [
+        f"{'Baseline' if row['round'] == 0 else 'Round ' + str(row['round'])}: {row['answered_score']:.3f} of the "
+        f"{row['n'] - row['errors']} answered, {row['errors']} of {row['n']} failed."
+        for row in rounds
+        if row.get("errors") and row.get("answered_score") is not None
+    ]
 
 
 def _facts(summary: Mapping[str, Any], state: Mapping[str, Any], threshold: float | None) -> list[tuple[str, str]]:

@@ -158,14 +158,23 @@ async def test_a_grouped_metric_and_one_value_of_several_can_be_the_score(tmp_pa
 
 
 async def test_a_judge_s_grade_that_cannot_be_read_is_no_grade_and_is_told(tmp_path):
-    verdicts = ["GRADE: C", "GRADE: I", "GRADE: CI", "no verdict", "GRADE: P", "C, then I. GRADE: C\nno, GRADE: I"]
+    verdicts = [
+        "GRADE: C",
+        "**GRADE:** C",
+        "**GRADE: C**",
+        "GRADE: I",
+        "GRADE: CI",
+        "no verdict",
+        "GRADE: P",
+        "C, then I. GRADE: C\nno, GRADE: I",
+    ]
     result = await run(
         ScriptedSampler(lambda *_: "x"), tmp_path, scored("judged", args={"verdicts": verdicts}), max_connections=1
     )
-    assert sum(sample.grade_missing for sample in result.samples) == 3
-    assert sum(sample.score for sample in result.samples) == 1.0
-    assert (result.n, result.errors) == (6, 0)
-    assert result.score == pytest.approx(1 / 6)
+    # Without a grade: one word that is none, none at all, one that was not offered, and one behind an emphasis mark.
+    assert sum(sample.grade_missing for sample in result.samples) == 4
+    assert sum(sample.score for sample in result.samples) == 2.0
+    assert (result.n, result.errors, result.score) == (8, 0, 0.25)
 
 
 # ---- clusters
