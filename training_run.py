@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import adapter_effect
 import data_loader
 import evalops_client
 import hyperparam_utils
@@ -39,6 +40,7 @@ from step_pipeline import StepPipeline
 if TYPE_CHECKING:
     import tinker
 
+    from evaluation import SampleResult
     from preparation import Prepared
 
 T = TypeVar("T")
@@ -177,6 +179,7 @@ class TrainingRun:
         if self.folder.is_done(0, "baseline"):
             return
         self.folder.start_phase(0, "baseline")
+        await self._try_the_engine()
         model_path = None
         if self.config.init_from:
             client = await self.client(0)
@@ -371,18 +374,68 @@ class TrainingRun:
             self.log.warn(
                 f"{name}: the likelihood leaves out {len(left_out)} targets: {left_out[0]['reason']}", round=round
             )
-        nll = None
+        nll, checked = None, 0
         if data:
-            nll = await self._unless_stopped(tinker_backend.mean_nll(await self.client(round), data, watch=self._watch))
+            client = await self.client(round)
+            likelihoods = await self._unless_stopped(adapter_effect.target_likelihoods(client, data, watch=self._watch))
+            nll = adapter_effect.mean_nll(likelihoods)
+            checked = await self._check_effect(
+                round, data, likelihoods, result.samples, model_path=model_path, state_path=state_path
+            )
+            self.folder.write_likelihood(round, [one.to_row() for one in likelihoods])
         tokens = run_summary.token_counts(
             trained=self._trained_tokens(round) if round else 0,
-            likelihood=sum(datum.model_input.length for datum in data) + self._guard_tokens(round),
+            likelihood=sum(datum.model_input.length for datum in data) + checked + self._guard_tokens(round),
             samples=result.samples,
         )
         figures = run_summary.measured(result, nll)
         self.log.event("evaluation", round=round, step=self._first_step(round + 1), **figures, logs=result.log_paths)
         cost = run_summary.money(tokens, self.config.prices.get(self.config.base_model))
         return {**figures, "tokens": tokens, "cost": cost}
+
+    async def _try_the_engine(self) -> None:
+        """Where a step costs nothing (the embedded engine), see that one trains before anything depends on it."""
+        if self.backend.kind != "embedded":
+            return
+        few = [example.datum for row in self._train_rows[:32] for example in self.prepared.loader.render(row)]
+        shortest = min(few, key=lambda datum: datum.model_input.length)
+        await self._unless_stopped(
+            adapter_effect.canary(
+                self.backend,
+                self.config.base_model,
+                shortest,
+                rank=self.config.lora_rank,
+                seed=self.config.seed,
+                watch=self._watch,
+            )
+        )
+
+    async def _check_effect(
+        self,
+        round: int,
+        data: Sequence[tinker.Datum],
+        likelihoods: Sequence[adapter_effect.TargetLikelihood],
+        samples: Sequence[SampleResult],
+        *,
+        model_path: str | None,
+        state_path: str | None,
+    ) -> int:
+        """Refuse a trained adapter that changes nothing; returns the tokens that looking closer took."""
+        if round == 0:
+            return 0
+        base = [adapter_effect.TargetLikelihood.from_row(row) for row in self.folder.load_likelihood(0)]
+        adapter_effect.refuse_without_effect(round, base, likelihoods, learning_rate=self.learning_rate(round))
+        same = adapter_effect.same_replies(self.folder.load_samples(0), samples)
+        if not same:
+            return 0
+        self.log.warn(f"round {round}: all {same} replies are, word for word, those of the baseline", round=round)
+        start = self.result(0)["checkpoint"]
+        model = None if start else self.config.base_model
+        before = await self.backend.create_sampling_client(model_path=start, base_model=model)
+        after = await self.backend.create_sampling_client(model_path=model_path, state_path=state_path)
+        return await self._unless_stopped(
+            adapter_effect.refuse_unused_adapter(round, before, after, data, watch=self._watch)
+        )
 
     def _guard_tokens(self, round: int) -> int:
         """Tokens that measuring the losses of the round's candidate rows took."""
