@@ -10,7 +10,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -52,7 +52,8 @@ class SampleResult:
         return (self.task, self.id, self.epoch)
 
     def to_row(self) -> dict[str, Any]:
-        return asdict(self)
+        # Not `asdict`, which copies every value deeply: this is done for every sample.
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> SampleResult:
