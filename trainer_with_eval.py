@@ -101,6 +101,7 @@ async def run_loop(
     is given it must be the run's own but for limits that may be raised. Raises `EvalLoopError`s; the run folder says
     `interrupted` or `failed` then, and can be resumed.
     """
+    import cost_estimate
     import run_opening
     import tinker_backend
     from checkpoint_manager import CheckpointManager, resolve_run
@@ -118,6 +119,8 @@ async def run_loop(
                 prepared = prepare(reopening.config, backend, warmup_steps=warmup_steps)
                 run_opening.refuse_changed_inputs(folder, prepared)
                 run_opening.show_plan(prepared, screen)
+                if not folder.is_done(0, "baseline"):
+                    cost_estimate.refuse_over_budget("the baseline", prepared.estimate.baseline, prepared.config)
                 if dry_run:
                     screen.say("dry run: the run can go on as planned; nothing was changed")
                     return {}
@@ -129,6 +132,7 @@ async def run_loop(
     with open_for_checks(adopt=config.init_from, adopt_from=runs_dir) as backend:
         prepared = prepare(config, backend)
     run_opening.show_plan(prepared, screen)
+    cost_estimate.refuse_over_budget("the baseline", prepared.estimate.baseline, config)
     if dry_run:
         screen.say("dry run: all of this was checked; nothing was trained, sampled or saved")
         return {}

@@ -14,9 +14,11 @@ from collections.abc import Awaitable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import cost_estimate
 import data_loader
 import evalops_client
 import hyperparam_utils
+import paid_tokens
 import preparation
 import round_decision
 import run_opening
@@ -225,9 +227,9 @@ class TrainingRun:
         # The guard looks at the rows that would be trained on: measuring the whole supply would cost a round.
         candidates = list({chosen.row.id: chosen.row for chosen in choose(row_losses={}).rows}.values())
         groups = {row.id: [ex.datum for ex in self.prepared.loader.render(row)] for row in candidates}
-        spent = sum(datum.model_input.length for group in groups.values() for datum in group)
-        counted = self.folder.load_state().get("guard_tokens", {})
-        self.folder.update_state(guard_tokens={**counted, str(round): self._guard_tokens(round) + spent})
+        paid_tokens.note_forward(
+            self.folder, round, sum(datum.model_input.length for group in groups.values() for datum in group)
+        )
         return choose(row_losses=await tinker_backend.group_losses(await self.client(round), groups, watch=self._watch))
 
     def _batches(self, round: int) -> list[list[data_loader.Row]]:
@@ -373,28 +375,13 @@ class TrainingRun:
             )
         nll = None
         if data:
+            paid_tokens.note_forward(self.folder, round, sum(datum.model_input.length for datum in data))
             nll = await self._unless_stopped(tinker_backend.mean_nll(await self.client(round), data, watch=self._watch))
-        tokens = run_summary.token_counts(
-            trained=self._trained_tokens(round) if round else 0,
-            likelihood=sum(datum.model_input.length for datum in data) + self._guard_tokens(round),
-            samples=result.samples,
-        )
+        tokens = paid_tokens.paid_tokens(self.folder, round)
         figures = run_summary.measured(result, nll)
         self.log.event("evaluation", round=round, step=self._first_step(round + 1), **figures, logs=result.log_paths)
         cost = run_summary.money(tokens, self.config.prices.get(self.config.base_model))
         return {**figures, "tokens": tokens, "cost": cost}
-
-    def _guard_tokens(self, round: int) -> int:
-        """Tokens that measuring the losses of the round's candidate rows took."""
-        return int(self.folder.load_state().get("guard_tokens", {}).get(str(round), 0))
-
-    def _trained_tokens(self, round: int) -> int:
-        return sum(
-            example.n_tokens
-            for step in self._batches(round)
-            for row in step
-            for example in self.prepared.loader.render(row)
-        )
 
     def submit(self, round: int) -> None:
         """Send the round's result to EvalOps when the run is set up for it; a failure is kept for later, and told."""
@@ -430,6 +417,9 @@ class TrainingRun:
         tokens = run_summary.add_tokens(row["tokens"] for row in rows)
         price = self.config.prices.get(self.config.base_model)
         spent = self.wall_seconds()
+        expected = cost_estimate.expected_round(
+            self.prepared.estimate.round(round + 1), rows[0]["tokens"], [row["tokens"] for row in rows[1:]]
+        )
         decision = round_decision.decide(
             [run_opening.round_record(self.folder, row) for row in rows],
             self.config,
@@ -437,12 +427,10 @@ class TrainingRun:
             tokens_spent=sum(tokens.values()),
             seconds_spent=spent,
             money_spent=run_summary.money(tokens, price),
-            **(
-                {"next_tokens": sum(rows[-1]["tokens"].values()), "next_money": rows[-1]["cost"] or 0.0}
-                if round
-                else {}
-            ),
-            next_seconds=spent - self.result(round - 1)["wall_s"] if round else 0.0,
+            next_tokens=sum(expected.values()),
+            next_money=run_summary.money(expected, price) or 0.0,
+            # Before the first round only the time of an evaluation is known, which a round holds as well.
+            next_seconds=spent - self.result(round - 1)["wall_s"] if round else spent,
         )
         fields = {
             "wall_s": spent,
