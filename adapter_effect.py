@@ -114,6 +114,11 @@ def same_replies(before: Sequence[SampleResult], after: Sequence[SampleResult]) 
     return len(pairs) if all(old == new for old, new in pairs) else 0
 
 
+def tokens_asked_of_samplers(data: Sequence[tinker.Datum]) -> int:
+    """Prompt tokens that `refuse_unused_adapter` sends for these data."""
+    return 2 * sum(datum.model_input.length for datum in data[:_ASKED_OF_SAMPLERS])
+
+
 async def refuse_unused_adapter(
     round: int,
     base: tinker.SamplingClient,
@@ -121,8 +126,8 @@ async def refuse_unused_adapter(
     data: Sequence[tinker.Datum],
     *,
     watch: Watch | None = None,
-) -> int:
-    """Raise `EvaluationError` when two samplers give the same tokens bit-equal logprobs; returns the tokens it took.
+) -> None:
+    """Raise `EvaluationError` when two samplers give the same tokens bit-equal logprobs.
 
     For when all replies are equal: the weights may be trained, and the server sample without them.
     """
@@ -139,7 +144,6 @@ async def refuse_unused_adapter(
             f"untouched model, and bit for bit its logprobs over {len(asked)} evaluation targets, although training "
             "changed the weights: the server samples without the adapter, or from another one."
         )
-    return 2 * sum(prompt.length for prompt in asked)
 
 
 async def canary(

@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
+import cost_estimate
 import data_loader
 import evaluation
 import hyperparam_utils
 import inspect_eval
 import rendering
 import simple_eval
+import token_sizes
 from error_handling import ConfigurationError, DataError, DependencyError
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Prepared:
     learning_rate: float
     warmup_steps: int
     on_training_data: bool
+    estimate: cost_estimate.RunEstimate
     lines: tuple[str, ...]
     warnings: tuple[str, ...]
     mask_preview: str
@@ -128,13 +131,14 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
     loader = data_loader.DataLoader(chat_format, max_seq_length=max_length, train_on_what=config.train_on_what)
     stats = loader.check(train.rows)
     lines.append(stats.describe())
-    if pool is not None:
-        loader.check(pool.rows)
+    pool_stats = loader.check(pool.rows) if pool is not None else None
+    prompt_lengths: tuple[int, ...] = ()
     if eval_rows is not None:
         settings = config.evaluation
         simple_eval.check_rows(eval_rows.rows, cluster_by=settings.cluster_by, category_field=settings.category_field)
-        check_prompt_lengths(eval_rows.rows, chat_format, max_length, config.evaluation.max_tokens)
+        prompt_lengths = check_prompt_lengths(eval_rows.rows, chat_format, max_length, config.evaluation.max_tokens)
 
+    plans: tuple[inspect_eval.PlannedTask, ...] = ()
     tasks: tuple[inspect_eval.TaskSpec, ...] = ()
     n_samples = len(eval_rows.rows) if eval_rows else 0
     if evaluator == "inspect":
@@ -173,6 +177,16 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
         f"{config.lora_rank}, learning rate {rate:.3g} (x{config.lr_decay:g} after a missed round, "
         f"warm-up {_count(warmup, 'step')}), until the validation score reaches {config.eval_threshold:g}"
     )
+    estimate = token_sizes.estimate(
+        config,
+        loader,
+        evaluation_rows=eval_rows.rows if eval_rows else (),
+        prompt_lengths=prompt_lengths,
+        plans=plans,
+        train=(len(train.rows), stats),
+        pool=(len(pool.rows), pool_stats) if pool is not None and pool_stats is not None else None,
+    )
+    lines += cost_estimate.describe(estimate, config.prices.get(config.base_model))
     trainable = [row for row in train.rows if row.id not in loader.dropped]
     return Prepared(
         config=config,
@@ -190,6 +204,7 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
         learning_rate=rate,
         warmup_steps=warmup,
         on_training_data=on_training_data,
+        estimate=estimate,
         lines=tuple(lines),
         warnings=tuple(warnings),
         mask_preview=loader.mask_preview(trainable[0]),
@@ -245,11 +260,16 @@ def task_specs(config: TrainingConfig) -> tuple[inspect_eval.TaskSpec, ...]:
 
 def check_prompt_lengths(
     rows: Sequence[data_loader.Row], chat_format: rendering.ChatFormat, max_length: int, max_tokens: int
-) -> None:
-    """Raise `DataError` for evaluation rows whose prompt leaves no room for `max_tokens` of reply."""
+) -> tuple[int, ...]:
+    """The tokens of every evaluation row's prompt.
+
+    Raises `DataError` for rows whose prompt leaves no room for `max_tokens` of reply.
+    """
     long = []
+    lengths = []
     for row in rows:
         n_prompt = len(chat_format.prompt_tokens([dict(message) for message in row.prompt]))
+        lengths.append(n_prompt)
         if n_prompt + max_tokens > max_length:
             long.append(f"  {row.where}: {n_prompt} prompt tokens + evaluation.max_tokens {max_tokens}")
     if long:
@@ -258,6 +278,7 @@ def check_prompt_lengths(
             f"{len(long)} evaluation rows do not fit the context of {max_length} tokens:\n{shown}\n"
             "Shorten them, lower evaluation.max_tokens, or raise max_seq_length where the model allows it."
         )
+    return tuple(lengths)
 
 
 def starting_learning_rate(config: TrainingConfig) -> float:

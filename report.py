@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import cost_estimate
 import durable_files
 import run_summary
 from checkpoint_manager import CheckpointManager
@@ -72,6 +73,7 @@ def write_report(run_dir: Path | str) -> list[Path]:
             {"best": row["round"] == summary.get("best_round"), "cells": [*round_cells(row), row.get("reason") or ""]}
             for row in rounds
         ],
+        costs=_cost_table(rounds),
         tasks=_task_table(rounds),
         answered=_answered(rounds),
         categories=category_table(samples),
@@ -235,6 +237,24 @@ def _task_table(rounds: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
                 number, score, interval, _, n, errors, *_ = round_cells({**task, "round": row["round"]})
                 table.append((number, str(task.get("task")), score, interval, n, errors))
     return table
+
+
+def _cost_table(rounds: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Rows (round, tokens trained, prefilled, sampled, dollars) of the rounds, and their sum."""
+    counted = [row for row in rounds if row.get("tokens")]
+    table = [(round_cells(row)[0], row["tokens"], row.get("cost")) for row in counted]
+    if table:
+        known = [cost for _, _, cost in table if cost is not None]
+        whole = run_summary.add_tokens(tokens for _, tokens, _ in table)
+        table.append(("together", whole, sum(known) if len(known) == len(table) else None))
+    return [
+        (
+            name,
+            *(f"{tokens[kind]:,}" for kind in ("train", "prefill", "sample")),
+            "-" if cost is None else cost_estimate.dollars(cost),
+        )
+        for name, tokens, cost in table
+    ]
 
 
 def _examples(samples: Sequence[SampleResult]) -> list[dict[str, Any]]:

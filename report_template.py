@@ -93,6 +93,19 @@ marked.{% endif %}</p>
 </div>
 {% endif %}
 
+{% if costs %}
+<h2>Tokens and cost</h2>
+<div class="scroll"><table>
+<thead><tr><th>round</th><th>trained</th><th>prefilled</th><th>sampled</th><th>cost</th></tr></thead>
+<tbody>
+{% for row in costs %}
+<tr>{% for cell in row %}<td class="figure">{{ cell | shown }}</td>{% endfor %}</tr>
+{% endfor %}
+</tbody></table></div>
+<p class="soft">Steps done again after a kill, and samples asked again, are counted each time. Cost is
+in dollars, by the prices of the configuration; without a price for the model it is not known.</p>
+{% endif %}
+
 {% if tasks %}
 <h2>Tasks</h2>
 <div class="scroll"><table>

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import config_schema
+import cost_estimate
 import durable_files
 import round_decision
 import run_summary
@@ -38,8 +39,8 @@ def show_plan(prepared: Prepared, screen: StructuredLogger) -> None:
     screen.say(prepared.mask_preview)
 
 
-def create_run_folder(prepared: Prepared, runs_dir: Path | str, command: str) -> CheckpointManager:
-    """Make and lock the folder of a new run."""
+def create_run_folder(prepared: Prepared, runs_dir: Path | str, command: str, **state_fields: Any) -> CheckpointManager:
+    """Make and lock the folder of a new run; `state_fields` are further fields of its `state.json`."""
     config = prepared.config
     return CheckpointManager.create(
         runs_dir,
@@ -56,6 +57,7 @@ def create_run_folder(prepared: Prepared, runs_dir: Path | str, command: str) ->
         evaluator=prepared.evaluator,
         data_digests=prepared.data_digests,
         config_digest=_digest(redact_values(config.to_json_dict())),
+        **state_fields,
     )
 
 
@@ -220,7 +222,7 @@ def tell_outcome(folder: CheckpointManager, summary: Mapping[str, Any], screen: 
     screen.say(f"{met}: best is {best} with {summary['best_score']:.3f} (threshold {summary['threshold']:g})")
     if summary.get("scores_are"):
         screen.warn(f"scores are {summary['scores_are']}")
-    cost = f", ${summary['cost']:.2f}" if summary["cost"] is not None else ""
+    cost = f", {cost_estimate.dollars(summary['cost'])}" if summary["cost"] is not None else ""
     tokens = summary["tokens"]
     screen.say(
         f"tokens: {tokens['train']:,} trained, {tokens['prefill']:,} prefilled, {tokens['sample']:,} sampled{cost}; "

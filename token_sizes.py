@@ -1,0 +1,108 @@
+"""How many tokens an evaluation and a round of training send, measured from the data, for `cost_estimate`.
+
+Nothing is asked of a model. Of large files a seeded sample is measured, and the mean taken for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import cost_estimate
+import data_loader
+import inspect_eval
+
+if TYPE_CHECKING:
+    from config_schema import TrainingConfig
+
+Measured = tuple[int, data_loader.RenderStats]
+"""The number of rows of a file, and what rendering them (or a sample of them) gave."""
+
+_TASK_NOTE = "what a task's solver adds to its samples' text (instructions, examples, further turns) comes on top"
+
+
+def estimate(
+    config: TrainingConfig,
+    loader: data_loader.DataLoader,
+    *,
+    evaluation_rows: Sequence[data_loader.Row],
+    prompt_lengths: Sequence[int],
+    plans: Sequence[inspect_eval.PlannedTask],
+    train: Measured,
+    pool: Measured | None,
+) -> cost_estimate.RunEstimate:
+    """The estimate of a run; `prompt_lengths` are the tokens of the evaluation rows' prompts, `plans` the Inspect
+    tasks (none for the built-in evaluator), `pool` what rounds after the first may draw on besides `train`."""
+    tasks = [plan for plan in plans if plan.spec.task != inspect_eval.LABELLED_ROWS]
+    draws_on_pool = pool is not None and config.selection.strategy != "none"
+    return cost_estimate.estimate_run(
+        evaluation_size(config, loader, evaluation_rows, prompt_lengths, tasks),
+        training_size(config, train),
+        training_size(config, train, pool) if draws_on_pool and pool is not None else None,
+        max_rounds=config.max_rounds,
+        notes=(_TASK_NOTE,) if tasks else (),
+    )
+
+
+def evaluation_size(
+    config: TrainingConfig,
+    loader: data_loader.DataLoader,
+    rows: Sequence[data_loader.Row],
+    prompt_lengths: Sequence[int],
+    tasks: Sequence[inspect_eval.PlannedTask],
+) -> cost_estimate.EvaluationSize:
+    """What one evaluation sends: the rows of `eval_file`, and of Inspect tasks the text of their samples."""
+    chat_format = loader.chat_format
+    whole = data_loader.DataLoader(
+        chat_format, max_seq_length=loader.max_seq_length, train_on_what="last_assistant_turn"
+    )
+    asked, prompts = len(prompt_lengths), sum(prompt_lengths)
+    targets = len(rows) * cost_estimate.mean_length(
+        rows, lambda row: sum(example.n_tokens for example in whole.render(row)), config.seed
+    )
+    around = len(chat_format.prompt_tokens([{"role": "user", "content": "x"}])) - 1
+    for plan in tasks:
+        samples = list(plan.task.dataset)
+        mean = cost_estimate.mean_length(
+            samples, lambda sample: around + _tokens(chat_format.tokenizer, _question(sample)), config.seed
+        )
+        asked += len(plan.keys)
+        prompts += round(len(plan.keys) * mean)
+        if not rows:  # the likelihood is that of the file's targets where there is a file
+            answer = cost_estimate.mean_length(
+                samples, lambda sample: _tokens(chat_format.tokenizer, _answer(sample)), config.seed
+            )
+            targets += len(samples) * (mean + answer)
+    return cost_estimate.EvaluationSize(asked, prompts, math.ceil(targets), config.evaluation.max_tokens)
+
+
+def training_size(config: TrainingConfig, *files: Measured) -> cost_estimate.TrainingSize:
+    """What a round trains that chooses from `files`; of two, the longer mean length of a row is taken."""
+    supply, row_tokens = 0, 0.0
+    for rows, stats in files:
+        kept = stats.rows - stats.dropped
+        supply += round(rows * kept / stats.rows)
+        row_tokens = max(row_tokens, stats.tokens / kept)
+    return cost_estimate.TrainingSize(
+        supply=supply,
+        row_tokens=row_tokens,
+        batch_size=config.batch_size,
+        steps=config.steps_per_round,
+        max_repeats=config.selection.max_repeats,
+        guarded=config.selection.label_guard,
+    )
+
+
+def _question(sample: Any) -> str:
+    """An Inspect sample's question with its choices."""
+    asked = sample.input if isinstance(sample.input, str) else "\n".join(message.text for message in sample.input)
+    return "\n".join([asked, *(sample.choices or ())])
+
+
+def _answer(sample: Any) -> str:
+    return sample.target if isinstance(sample.target, str) else "\n".join(sample.target)
+
+
+def _tokens(tokenizer: Any, text: str) -> int:
+    return len(tokenizer.encode(text))
