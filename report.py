@@ -73,6 +73,7 @@ def write_report(run_dir: Path | str) -> list[Path]:
             {"best": row["round"] == summary.get("best_round"), "cells": [*round_cells(row), row.get("reason") or ""]}
             for row in rounds
         ],
+        leads=[str(lead["text"]) for lead in summary.get("leads") or ()],
         costs=_cost_table(rounds),
         tasks=_task_table(rounds),
         answered=_answered(rounds),

@@ -81,6 +81,9 @@ The validation score steers the run; it is not a held-out score.</p>
 <p class="soft">Samples that failed count as not correct.
 {% for line in answered %}{{ line | shown }} {% endfor %}{% if rounds | selectattr('best') | list %} The best round is
 marked.{% endif %}</p>
+{% if leads %}
+<p>The best round {% for lead in leads %}{{ lead | shown }}{{ "; " if not loop.last else "." }}{% endfor %}</p>
+{% endif %}
 {% else %}
 <p>No round has been evaluated yet.</p>
 {% endif %}

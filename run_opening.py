@@ -149,8 +149,11 @@ def obstacle_to_going_on(
 def round_record(folder: CheckpointManager, row: Mapping[str, Any]) -> round_decision.RoundRecord:
     """A round's kept result, with the scores of its samples (epochs averaged), as `round_decision` takes it."""
     scores: dict[tuple[str, str], list[float]] = {}
+    clusters: dict[round_decision.SampleKey, str] = {}
     for sample in folder.load_samples(row["round"]):
         scores.setdefault((sample.task, sample.id), []).append(sample.score)
+        if sample.cluster is not None:
+            clusters[sample.task, sample.id, 1] = sample.cluster
     return round_decision.RoundRecord(
         round=row["round"],
         score=row["score"],
@@ -163,6 +166,8 @@ def round_record(folder: CheckpointManager, row: Mapping[str, Any]) -> round_dec
             for task in row["tasks"]
         ),
         sample_scores={(task, name, 1): sum(values) / len(values) for (task, name), values in scores.items()},
+        task_weights={task["task"]: task["weight"] for task in row["tasks"]},
+        clusters=clusters,
     )
 
 
@@ -220,6 +225,8 @@ def tell_outcome(folder: CheckpointManager, summary: Mapping[str, Any], screen: 
     best = "the base model" if summary["best_round"] == 0 else f"round {summary['best_round']}"
     met = "target met" if summary["exit_code"] == 0 else "target not met"
     screen.say(f"{met}: best is {best} with {summary['best_score']:.3f} (threshold {summary['threshold']:g})")
+    for lead in summary["leads"]:
+        screen.say(f"  {lead['text']}")
     if summary.get("scores_are"):
         screen.warn(f"scores are {summary['scores_are']}")
     cost = f", {cost_estimate.dollars(summary['cost'])}" if summary["cost"] is not None else ""

@@ -5,10 +5,12 @@ Pure functions: results, samples and rendered rows in, plain dicts out.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import round_decision
 from evaluation import EvaluationResult, SampleResult
 
 if TYPE_CHECKING:
@@ -179,9 +181,11 @@ def build_summary(
     final_state: str | None,
     price: Price | None,
     wall_s: float,
+    leads: Sequence[round_decision.Comparison],
     notes: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The content of `summary.json`. `final_checkpoint` is None when the untouched base model scored best."""
+    """The content of `summary.json`. `final_checkpoint` is None when the untouched base model scored best; `leads`
+    compare the best round with the baseline and the runner-up."""
     by_round = {row["round"]: row for row in rounds}
     tokens = add_tokens(row["tokens"] for row in rounds)
     return {
@@ -198,6 +202,14 @@ def build_summary(
         "tokens": tokens,
         "cost": money(tokens, price),
         "wall_s": wall_s,
+        "leads": [
+            {
+                **dataclasses.asdict(lead),
+                "within_noise": lead.within_noise,
+                "text": round_decision.describe_lead(lead),
+            }
+            for lead in leads
+        ],
         **notes,
         "rounds": [{key: row.get(key) for key in ROUND_KEYS} for row in rounds],
     }

@@ -524,6 +524,9 @@ class TrainingRun:
             final_state=best.state_path if best else None,
             price=self.config.prices.get(self.config.base_model),
             wall_s=self.wall_seconds(),
+            leads=round_decision.leads(
+                [run_opening.round_record(self.folder, row) for row in self.results()], last["best_round"]
+            ),
             notes=notes,
         )
         self.folder.write_summary(summary)
