@@ -121,7 +121,8 @@ def test_a_task_s_samples_are_measured_as_they_are_asked(tmp_path, small_tokeniz
         "from inspect_ai.scorer import exact\n"
         "@task\n"
         "def riddles():\n"
-        "    samples = [Sample(id='a', input='What is red?', target='a rose'), Sample(id='b', input='Why?', target='no')]\n"
+        "    samples = [Sample(id='a', input='What is red?', target='a rose'),"
+        " Sample(id='b', input='Why?', target='no')]\n"
         "    return Task(dataset=samples, scorer=exact(), epochs=2)\n"
     )
     chat_format = rendering.get_chat_format("Qwen/Qwen3-8B", small_tokenizer)
