@@ -6,9 +6,10 @@ Pure: sizes that were measured without asking a model in, token counts as `run_s
     for line in describe(estimate, price): print(line)
     refuse_over_budget("the baseline", estimate.baseline, config)
 
-Sampled tokens are an upper estimate: every reply as long as `evaluation.max_tokens`. Trained tokens are the number of
-rows that a round trains times their mean length. Prefilled ones are the evaluation's prompts, the targets whose
-likelihood is measured, and from round 2 on the rows at which the label guard looks.
+All of it is estimated from above. Sampled tokens: every reply as long as `evaluation.max_tokens`. Trained ones: the
+rows of a round, at three standard deviations above what as many rows drawn at random take. Prefilled ones: the
+evaluation's prompts, the targets whose likelihood is measured, and from round 2 on the rows at which the label guard
+looks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LENGTH_SAMPLE = 500
-"""Of more items than this, the mean length is that of a seeded sample of as many."""
+"""Of more items than this, lengths are those of a seeded sample of as many."""
+
+DEVIATIONS = 3.0
+"""Standard deviations that the rows of a round are taken to lie above the mean."""
+
+# A mean times the number of rows may come out a hair above the whole number that it is.
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -44,13 +51,15 @@ class EvaluationSize:
 
 @dataclass(frozen=True)
 class TrainingSize:
-    """What a round trains: `supply` rows to choose from, of `row_tokens` tokens each in the mean, none listed more
-    than `max_repeats` times; `guarded` says whether the label guard measures them too."""
+    """What a round trains: `supply` rows to choose from, of `row_tokens` tokens each in the mean with a standard
+    deviation of `row_sd`, none listed more than `max_repeats` times; `guarded` says whether the label guard measures
+    them too."""
 
     supply: int
     row_tokens: float
     batch_size: int
     steps: int
+    row_sd: float = 0.0
     max_repeats: int = 1
     guarded: bool = False
 
@@ -108,19 +117,28 @@ def rows_trained(listed: int, batch_size: int, steps: int) -> int:
 
 
 def _training_tokens(size: TrainingSize, *, guarded: bool) -> dict[str, int]:
-    places = size.steps * size.batch_size
-    listed = min(places, size.supply * size.max_repeats)
+    listed = min(size.steps * size.batch_size, size.supply * size.max_repeats)
+    different = min(listed, size.supply)
+    # The sum of a draw without replacement: its variance vanishes when every row is drawn.
+    spread = size.row_sd * math.sqrt(different * (1 - different / size.supply))
+    row = size.row_tokens + DEVIATIONS * spread / different
     return {
-        "train": math.ceil(rows_trained(listed, size.batch_size, size.steps) * size.row_tokens),
-        "prefill": math.ceil(min(listed, size.supply) * size.row_tokens) if guarded else 0,
+        "train": math.ceil(rows_trained(listed, size.batch_size, size.steps) * row - _ROUNDING),
+        "prefill": math.ceil(different * row - _ROUNDING) if guarded else 0,
         "sample": 0,
     }
 
 
+def some(items: Sequence[T], seed: int) -> list[T]:
+    """All of `items`, or a seeded sample of `LENGTH_SAMPLE` where there are more."""
+    if len(items) <= LENGTH_SAMPLE:
+        return list(items)
+    return [items[index] for index in random.Random(f"lengths/{seed}").sample(range(len(items)), LENGTH_SAMPLE)]
+
+
 def mean_length(items: Sequence[T], length: Callable[[T], int], seed: int) -> float:
-    """Mean of `length` over `items`, over a seeded sample of `LENGTH_SAMPLE` where there are more; 0 for no items."""
-    few = len(items) <= LENGTH_SAMPLE
-    chosen = items if few else random.Random(f"lengths/{seed}").sample(items, LENGTH_SAMPLE)
+    """Mean of `length` over `some` of the items; 0 for no items."""
+    chosen = some(items, seed)
     return sum(map(length, chosen)) / len(chosen) if chosen else 0.0
 
 
@@ -145,7 +163,7 @@ def expected_round(
 def describe(estimate: RunEstimate, price: Price | None) -> list[str]:
     """Lines for the terminal."""
     rounds = estimate.max_rounds
-    lines = ["estimate in tokens (of the replies the most there can be: each as long as evaluation.max_tokens):"]
+    lines = ["estimate in tokens, from above (every reply is taken to be evaluation.max_tokens long):"]
     named = [("baseline", estimate.baseline), ("round 1", estimate.first_round)]
     if rounds > 1 and estimate.later_round != estimate.first_round:
         named.append(("each later round", estimate.later_round))
@@ -158,7 +176,7 @@ def describe(estimate: RunEstimate, price: Price | None) -> list[str]:
 
 def amount(tokens: Mapping[str, int], price: Price | None) -> str:
     """Token counts, and dollars where there is a price, in a phrase."""
-    parts = [f"{tokens['train']:,} trained"] if tokens["train"] else []
+    parts = [f"up to {tokens['train']:,} trained"] if tokens["train"] else []
     parts += [f"{tokens['prefill']:,} prefilled", f"up to {tokens['sample']:,} sampled"]
     cost = run_summary.money(tokens, price)
     return ", ".join(parts) + ("" if cost is None else f"; up to {dollars(cost)}")

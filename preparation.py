@@ -131,7 +131,8 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
     loader = data_loader.DataLoader(chat_format, max_seq_length=max_length, train_on_what=config.train_on_what)
     stats = loader.check(train.rows)
     lines.append(stats.describe())
-    pool_stats = loader.check(pool.rows) if pool is not None else None
+    if pool is not None:
+        loader.check(pool.rows)
     prompt_lengths: tuple[int, ...] = ()
     if eval_rows is not None:
         settings = config.evaluation
@@ -183,8 +184,8 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
         evaluation_rows=eval_rows.rows if eval_rows else (),
         prompt_lengths=prompt_lengths,
         plans=plans,
-        train=(len(train.rows), stats),
-        pool=(len(pool.rows), pool_stats) if pool is not None and pool_stats is not None else None,
+        train=train.rows,
+        pool=pool.rows if pool else (),
     )
     lines += cost_estimate.describe(estimate, config.prices.get(config.base_model))
     trainable = [row for row in train.rows if row.id not in loader.dropped]

@@ -230,13 +230,18 @@ def _amount(value: Any) -> str:
 
 
 def _task_table(rounds: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Rows (round, task, score, 95 % interval, n, errors) where an evaluation has several tasks."""
+    """Rows (round, task, score, 95 % interval, n, errors, score of the answered, what the score is) where an evaluation
+    has several tasks."""
     table: list[tuple[str, ...]] = []
     for row in rounds:
         if len(row.get("tasks") or ()) > 1:
             for task in row["tasks"]:
                 number, score, interval, _, n, errors, *_ = round_cells({**task, "round": row["round"]})
-                table.append((number, str(task.get("task")), score, interval, n, errors))
+                answered = task.get("answered_score")
+                shown = "-" if answered is None else f"{answered:.3f}"
+                table.append(
+                    (number, str(task.get("task")), score, interval, n, errors, shown, task.get("metric") or "-")
+                )
     return table
 
 

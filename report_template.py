@@ -112,7 +112,8 @@ in dollars, by the prices of the configuration; without a price for the model it
 {% if tasks %}
 <h2>Tasks</h2>
 <div class="scroll"><table>
-<thead><tr><th>round</th><th>task</th><th>score</th><th>95 % interval</th><th>n</th><th>errors</th></tr></thead>
+<thead><tr><th>round</th><th>task</th><th>score</th><th>95 % interval</th><th>n</th><th>errors</th>
+<th>of the answered</th><th>the score is</th></tr></thead>
 <tbody>
 {% for row in tasks %}
 <tr>{% for cell in row %}<td>{{ cell | shown }}</td>{% endfor %}</tr>

@@ -85,11 +85,13 @@ def overall_interval(result: EvaluationResult) -> tuple[float | None, float | No
 
     Square-and-add (Zou and Donner 2008, "Construction of confidence limits about effect measures"): the distance from
     the mean to each limit is the root of the summed squares of the weighted distances of the tasks. With one task it
-    is that task's interval.
+    is that task's interval. Tasks without weight do not matter.
     """
     total = sum(task.weight for task in result.tasks)
     below = above = 0.0
     for task in result.tasks:
+        if task.weight == 0:
+            continue
         if task.ci_low is None or task.ci_high is None:
             return None, None
         share = task.weight / total

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
 import cost_estimate
@@ -15,9 +16,6 @@ import inspect_eval
 
 if TYPE_CHECKING:
     from config_schema import TrainingConfig
-
-Measured = tuple[int, data_loader.RenderStats]
-"""The number of rows of a file, and what rendering them (or a sample of them) gave."""
 
 _TASK_NOTE = "what a task's solver adds to its samples' text (instructions, examples, further turns) comes on top"
 
@@ -29,17 +27,17 @@ def estimate(
     evaluation_rows: Sequence[data_loader.Row],
     prompt_lengths: Sequence[int],
     plans: Sequence[inspect_eval.PlannedTask],
-    train: Measured,
-    pool: Measured | None,
+    train: Sequence[data_loader.Row],
+    pool: Sequence[data_loader.Row],
 ) -> cost_estimate.RunEstimate:
     """The estimate of a run; `prompt_lengths` are the tokens of the evaluation rows' prompts, `plans` the Inspect
     tasks (none for the built-in evaluator), `pool` what rounds after the first may draw on besides `train`."""
     tasks = [plan for plan in plans if plan.spec.task != inspect_eval.LABELLED_ROWS]
-    draws_on_pool = pool is not None and config.selection.strategy != "none"
+    draws_on_pool = bool(pool) and config.selection.strategy != "none"
     return cost_estimate.estimate_run(
         evaluation_size(config, loader, evaluation_rows, prompt_lengths, tasks),
-        training_size(config, train),
-        training_size(config, train, pool) if draws_on_pool and pool is not None else None,
+        training_size(config, loader, train),
+        training_size(config, loader, train, pool) if draws_on_pool else None,
         max_rounds=config.max_rounds,
         notes=(_TASK_NOTE,) if tasks else (),
     )
@@ -77,16 +75,24 @@ def evaluation_size(
     return cost_estimate.EvaluationSize(asked, prompts, math.ceil(targets), config.evaluation.max_tokens)
 
 
-def training_size(config: TrainingConfig, *files: Measured) -> cost_estimate.TrainingSize:
-    """What a round trains that chooses from `files`; of two, the longer mean length of a row is taken."""
-    supply, row_tokens = 0, 0.0
-    for rows, stats in files:
-        kept = stats.rows - stats.dropped
-        supply += round(rows * kept / stats.rows)
-        row_tokens = max(row_tokens, stats.tokens / kept)
+def training_size(
+    config: TrainingConfig, loader: data_loader.DataLoader, *files: Sequence[data_loader.Row]
+) -> cost_estimate.TrainingSize:
+    """What a round trains that chooses from `files`; of two, the one with the longer rows in the mean gives lengths."""
+    supply, mean, deviation = 0, 0.0, 0.0
+    for rows in files:
+        measured = cost_estimate.some(rows, config.seed)
+        lengths = [sum(example.n_tokens for example in loader.render(row)) for row in measured]
+        kept = [length for length in lengths if length]
+        # Of a file whose measured rows were all dropped, no row can be longer than the limit.
+        kept = kept or [loader.max_seq_length]
+        supply += max(1, round(len(rows) * len(kept) / len(lengths)))
+        if fmean(kept) > mean:
+            mean, deviation = fmean(kept), pstdev(kept)
     return cost_estimate.TrainingSize(
         supply=supply,
-        row_tokens=row_tokens,
+        row_tokens=mean,
+        row_sd=deviation,
         batch_size=config.batch_size,
         steps=config.steps_per_round,
         max_repeats=config.selection.max_repeats,

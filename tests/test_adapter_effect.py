@@ -6,22 +6,19 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import tinker
+from mini_run import MODEL, mini_run, run_folder
 
 import adapter_effect
-import config_schema
 import local_model
 import tinker_backend
 import trainer_with_eval
 from adapter_effect import TargetLikelihood, canary, mean_nll, same_replies, target_likelihoods, without_effect
 from error_handling import EvaluationError, ServiceError
 from evaluation import SampleResult
-
-MODEL = "Qwen/Qwen3-8B"
 
 
 @pytest.fixture(scope="module")
@@ -119,37 +116,6 @@ async def test_the_canary_tells_an_engine_whose_steps_do_something_else(backend,
 # ---- in a run
 
 
-def run(folder: Path, **changes: Any) -> Path:
-    """A run of one round over four rows; returns its folder."""
-    rows = [{"question": f"The colour of thing {n}?", "answer": ("red", "blue")[n % 2]} for n in range(4)]
-    data = folder / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {
-        "base_model": MODEL,
-        "train_file": str(data),
-        "eval_file": str(data),
-        "allow_overlap": True,
-        "lora_rank": 4,
-        "learning_rate": 1e-3,
-        "min_lr": 0.0,
-        "warmup_steps": 0,
-        "batch_size": 2,
-        "max_rounds": 1,
-        "eval_threshold": 1.0,
-        "evaluation": {"evaluator": "simple", "max_tokens": 2},
-        "selection": {"strategy": "none"},
-        **changes,
-    }
-    path = folder / "config.json"
-    path.write_text(json.dumps(config))
-    loaded = config_schema.load_and_validate_config(path)
-    try:
-        asyncio.run(trainer_with_eval.run_loop(loaded, runs_dir=folder / "runs", console=False))
-    finally:
-        (made,) = (folder / "runs").iterdir()
-    return made
-
-
 def weights(run_dir: Path) -> bytes:
     (saved,) = run_dir.glob("engine/runs/*/weights/round_01/adapter_model.safetensors")
     return saved.read_bytes()
@@ -158,8 +124,8 @@ def weights(run_dir: Path) -> bytes:
 def test_an_adapter_that_moves_no_logprob_ends_the_run_resumably(tmp_path, monkeypatch):
     monkeypatch.setenv("TINKER_MOCK", "1")
     with pytest.raises(EvaluationError, match=r"round 1: the adapter has no effect. All 4 .* \(it is 1e-25\)"):
-        run(tmp_path, learning_rate=1e-25)
-    (run_dir,) = (tmp_path / "runs").iterdir()
+        mini_run(tmp_path, learning_rate=1e-25)
+    run_dir = run_folder(tmp_path)
     state = json.loads((run_dir / "state.json").read_text())
     assert (state["status"], [row["round"] for row in state["rounds"]]) == ("failed", [0])
     # What is known of the base model is in the run folder, so that another process comes to the same end.
@@ -171,7 +137,7 @@ def test_a_server_that_samples_without_the_adapter_is_found_and_the_canary_chang
     monkeypatch.setenv("TINKER_MOCK", "1")
     (tmp_path / "sound").mkdir()
     (tmp_path / "unsound").mkdir()
-    sound = run(tmp_path / "sound")
+    sound = mini_run(tmp_path / "sound")
     real = tinker_backend.Backend.create_sampling_client
 
     async def without_adapter(self, **wanted):
@@ -183,8 +149,8 @@ def test_a_server_that_samples_without_the_adapter_is_found_and_the_canary_chang
     monkeypatch.setattr(tinker_backend.Backend, "create_sampling_client", without_adapter)
     monkeypatch.setattr(adapter_effect, "canary", no_canary)
     with pytest.raises(EvaluationError, match="the server samples without the adapter"):
-        run(tmp_path / "unsound")
-    (unsound,) = (tmp_path / "unsound" / "runs").iterdir()
+        mini_run(tmp_path / "unsound")
+    unsound = run_folder(tmp_path / "unsound")
     warnings = [json.loads(line) for line in (unsound / "metrics.jsonl").read_text().splitlines()]
     assert any("all 4 replies are, word for word, those of the baseline" in json.dumps(row) for row in warnings)
     assert weights(unsound) == weights(sound)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 
 import cost_estimate
+import data_loader
+import inspect_eval
+import rendering
 import token_sizes
 from config_schema import Price, TrainingConfig
 from cost_estimate import EvaluationSize, TrainingSize, estimate_run, expected_round, limit_passed, rows_trained
-from data_loader import RenderStats
 from error_handling import ConfigurationError
 
 PRICE = Price(prefill=0.1, sample=0.4, train=2.0)
@@ -44,10 +49,15 @@ def test_the_estimate_of_a_run_by_hand():
     assert estimate.first_round == {"train": 1296, "prefill": 1260, "sample": 160}  # 32 rows of 40.5
     assert estimate.later_round == {"train": 1600, "prefill": 1260 + 1600, "sample": 160}  # and the guard looks at them
     assert estimate.total == {"train": 1296 + 2 * 1600, "prefill": 4 * 1260 + 2 * 1600, "sample": 4 * 160}
+    # Rows that differ by 5 tokens: three deviations of the sum of 32 out of 100 are 3 * 5 * sqrt(32 * 0.68) = 69.97.
+    uneven = estimate_run(EVALUATION, dataclasses.replace(first, row_sd=5.0), max_rounds=1)
+    assert uneven.first_round["train"] == 1366
+    everything = dataclasses.replace(first, supply=32, row_sd=5.0)
+    assert estimate_run(EVALUATION, everything, max_rounds=1).first_round["train"] == 1296
     lines = cost_estimate.describe(estimate, PRICE)
     assert lines[1] == "  baseline: 1,260 prefilled, up to 160 sampled; up to $0.00019"  # (126 + 64) / 1e6
     # (4,496 * 2 + 8,240 * 0.1 + 640 * 0.4) / 1e6 = 0.010072
-    assert lines[4] == "  baseline and 3 rounds: 4,496 trained, 8,240 prefilled, up to 640 sampled; up to $0.01"
+    assert lines[4] == "  baseline and 3 rounds: up to 4,496 trained, 8,240 prefilled, up to 640 sampled; up to $0.01"
     assert "$" not in "".join(cost_estimate.describe(estimate, None))
 
 
@@ -85,11 +95,45 @@ def test_a_large_file_is_measured_by_a_seeded_sample():
     assert cost_estimate.mean_length([], int, seed=3) == 0
 
 
-def test_the_length_of_rows_comes_from_what_was_rendered():
-    stats = RenderStats(rows=100, dropped=20, examples=80, tokens=4000, trained=300)
-    pool = RenderStats(rows=10, dropped=0, examples=10, tokens=700, trained=20)
-    size = token_sizes.training_size(config(batch_size=2, steps_per_round=3), (1000, stats), (10, pool))
-    assert (size.supply, size.row_tokens, size.batch_size, size.steps) == (810, 70.0, 2, 3)
+def test_the_length_of_rows_comes_from_what_is_rendered(tmp_path, small_tokenizer):
+    chat_format = rendering.get_chat_format("Qwen/Qwen3-8B", small_tokenizer)
+    loader = data_loader.DataLoader(chat_format, max_seq_length=40)
+    files = []
+    for name, sizes in (("short", [1, 90]), ("long", [9, 13])):
+        rows = [{"id": f"{name}{size}", "question": "q", "answer": "word " * size} for size in sizes]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files.append(data_loader.load_rows(tmp_path / name, purpose="train").rows)
+    settings = config(batch_size=2, steps_per_round=3)
+    first = token_sizes.training_size(settings, loader, files[0])
+    assert loader.render(files[0][1]) == ()  # 90 words are too long, and the row is dropped
+    assert (first.supply, first.row_tokens, first.row_sd) == (1, loader.render(files[0][0])[0].n_tokens, 0.0)
+    both = token_sizes.training_size(settings, loader, *files)
+    lengths = [loader.render(row)[0].n_tokens for row in files[1]]
+    assert both.supply == 3
+    assert both.row_tokens == sum(lengths) / 2 > first.row_tokens
+    assert both.row_sd == (lengths[1] - lengths[0]) / 2
+
+
+def test_a_task_s_samples_are_measured_as_they_are_asked(tmp_path, small_tokenizer):
+    (tmp_path / "riddles.py").write_text(
+        "from inspect_ai import Task, task\n"
+        "from inspect_ai.dataset import Sample\n"
+        "from inspect_ai.scorer import exact\n"
+        "@task\n"
+        "def riddles():\n"
+        "    samples = [Sample(id='a', input='What is red?', target='a rose'),"
+        " Sample(id='b', input='Why?', target='no')]\n"
+        "    return Task(dataset=samples, scorer=exact(), epochs=2)\n"
+    )
+    chat_format = rendering.get_chat_format("Qwen/Qwen3-8B", small_tokenizer)
+    loader = data_loader.DataLoader(chat_format, max_seq_length=400)
+    plans = inspect_eval.check_tasks([inspect_eval.TaskSpec(f"{tmp_path}/riddles.py@riddles")])
+    size = token_sizes.evaluation_size(config(evaluation={"max_tokens": 9}), loader, (), (), plans)
+    prompts = [chat_format.prompt_tokens([{"role": "user", "content": text}]) for text in ("What is red?", "Why?")]
+    answers = sum(len(small_tokenizer.encode(text)) for text in ("a rose", "no"))
+    once = sum(map(len, prompts))
+    # Two samples in two epochs are asked four times; their likelihood is measured once each.
+    assert size == EvaluationSize(asked=4, prompt_tokens=2 * once, target_tokens=once + answers, max_tokens=9)
 
 
 def test_a_budget_has_room_up_to_its_limit_and_no_further():

@@ -30,8 +30,8 @@ SETTINGS = {
     "learning_rate": 6e-3,
     "min_lr": 3e-3,
     "batch_size": 3,
-    "steps_per_round": 12,
-    "save_every": 4,
+    "steps_per_round": 8,
+    "save_every": 3,
     "eval_threshold": 0.3,
     "seed": 7,
     "evaluation": {"evaluator": "simple", "max_tokens": 8},
@@ -107,7 +107,7 @@ def test_two_trials_are_ordinary_runs_that_ask_the_base_model_once(searched):
         summary = json.loads((search / row["run"] / "summary.json").read_text())
         assert summary["rounds"][1]["score"] == row["score"]
         assert summary["tokens"] == row["tokens"]
-        assert summary["rounds"][1]["steps"] == 12
+        assert summary["rounds"][1]["steps"] == 8
         assert (search / row["run"] / "report.html").is_file()
         config = json.loads((search / row["run"] / "config.json").read_text())
         assert (config["lora_rank"], config["learning_rate"]) == (row["rank"], row["learning_rate"])
@@ -126,7 +126,7 @@ def test_what_was_paid_is_what_was_estimated(searched):
     _, search = searched
     estimate = json.loads((search / "search.json").read_text())["estimate"]
     one, two = trials(search)
-    # Three rows in twelve steps of three: each is trained twelve times, so the mean length is exact.
+    # Three rows in eight steps of three: each is trained eight times, so the mean length is exact.
     assert one["tokens"]["train"] == two["tokens"]["train"] == estimate["trial"]["train"]
     assert two["tokens"]["prefill"] == estimate["trial"]["prefill"]
     assert one["tokens"]["prefill"] == estimate["baseline"]["prefill"] + estimate["trial"]["prefill"]
@@ -159,7 +159,7 @@ def kill_in_the_second_trial(search: Path) -> Path:
     try:
         while time.monotonic() < deadline:
             for path in search.glob("*/metrics.jsonl"):
-                if path.parent.name != finished and path.read_text().count('"event": "step"') >= 6:
+                if path.parent.name != finished and path.read_text().count('"event": "step"') >= 4:
                     return path.parent
             assert process.poll() is None, process.stdout.read() if process.stdout else ""
             time.sleep(0.01)
@@ -221,7 +221,7 @@ def test_a_dry_run_shows_the_plan_of_the_search_and_leaves_nothing(tmp_path, cap
     config = write_config(tmp_path)
     assert main("--config", config, "--runs-dir", tmp_path / "runs", "--tune", "5", "--dry-run") == 0
     said = capsys.readouterr().out
-    assert "search: 5 trials of one round of 12 steps" in said
+    assert "search: 5 trials of one round of 8 steps" in said
     assert "learning rate 0.0012 to 0.03" in said
     assert "LoRA rank 1, 2, 4, 8, 16" in said
     assert "estimate of the search (baseline once): " in said

@@ -109,6 +109,11 @@ def test_reducers_combine_epochs_as_their_names_say():
     assert scoring(small("repeated", reducer="median")).reduce([0.0, 0.25, 1.0]) == 0.25
 
 
+def test_targets_that_form_a_closed_set_are_categories_but_letters_of_choices_are_not():
+    closed, letters, open_ended = check_tasks([scored("labels"), scored("multiple_choice_letters"), small("numbers")])
+    assert (closed.labels, letters.labels, open_ended.labels) == (tuple(sorted(LABELS)), (), ())
+
+
 def replies(question: str, epoch: int = 1) -> str | BaseException:
     n = int(question.rsplit(maxsplit=1)[-1])
     if n == 11:
@@ -126,6 +131,7 @@ async def test_a_metric_of_the_task_s_own_is_computed_over_all_samples_also_afte
     assert (whole.score, task.metric, task.errors) == (pytest.approx(truth), "f1_macro of label_read", 1)
     assert task.answered_score == pytest.approx(f1_score(wanted[:11], said[:11], average="macro"))
     assert task.ci_low < task.score < task.ci_high
+    assert [sample.category for sample in whole.samples] == wanted
     assert whole.samples[0].grade == {"value": "C", "answer": "bug", "metadata": {"weight": 0.0}}
     # The rows survive their file; the samples asked again are the failed one and one that was lost.
     done = [SampleResult.from_row(s.to_row()) for s in whole.samples if s.id != "t03"]

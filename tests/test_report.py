@@ -237,6 +237,12 @@ def test_a_score_without_interval_is_plotted_and_several_tasks_get_a_table(manag
     assert is_png(data)
     assert report.score_plot([{"round": 0}], 0.5) is None
     task = {"score": 0.5, "n": 10, "errors": 1, "ci_low": None, "ci_high": None}
-    manager.save_round_result(0, {"score": 0.5, "tasks": [{**task, "task": "one"}, {**task, "task": "two"}]})
+    manager.save_round_result(
+        0,
+        {
+            "score": 0.5,
+            "tasks": [{**task, "task": "one"}, {**task, "task": "two", "answered_score": 5 / 9, "metric": "f1 of x"}],
+        },
+    )
     text = Page(report.write_report(manager.run_dir)[-1].read_text("utf-8")).text
-    assert re.search(r"baseline\s*two\s*0\.500\s*-\s*10\s*1", text)
+    assert re.search(r"baseline\s*two\s*0\.500\s*-\s*10\s*1\s*0\.556\s*f1 of x", text)

@@ -35,6 +35,8 @@ def test_one_unknown_interval_makes_the_whole_unknown():
     a = TaskResult("a", 0.5, 10, 0, ci_low=0.1, ci_high=0.9)
     b = TaskResult("b", 1.0, 1, 0)
     assert run_summary.overall_interval(result(a, b)) == (None, None)
+    watched = TaskResult("b", 1.0, 1, 0, weight=0.0)
+    assert run_summary.overall_interval(result(a, watched)) == pytest.approx((0.1, 0.9))
 
 
 def sample(identity: str, category: str | None, score: float, **more) -> SampleResult:

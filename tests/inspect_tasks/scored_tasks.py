@@ -15,6 +15,7 @@ from inspect_ai.scorer import (
     Scorer,
     Target,
     accuracy,
+    choice,
     exact,
     grouped,
     mean,
@@ -84,6 +85,12 @@ def labels(headline: str | None = None, epochs: int = 1) -> Task:
         headline_metric=headline,
         epochs=Epochs(epochs, "max") if epochs > 1 else None,
     )
+
+
+@task
+def multiple_choice_letters() -> Task:
+    samples = [Sample(input=f"which {n}", target="AB"[n % 2], choices=["one", "two"]) for n in range(8)]
+    return Task(dataset=MemoryDataset(samples), scorer=choice())
 
 
 @scorer(metrics={"style": [mean()], "facts": [mean(), stderr()]})
