@@ -8,6 +8,7 @@ from typing import Any
 import chat_sampler
 import inspect_eval
 import preparation
+import run_summary
 import simple_eval
 import tinker_backend
 from checkpoint_manager import CheckpointManager
@@ -69,6 +70,8 @@ async def ask_checkpoint(
                 prepared.evaluation_rows.rows,
                 labels=prepared.labels,
                 task=preparation.EVAL_FILE_TASK,
+                cluster_by=settings.cluster_by,
+                category_field=settings.category_field,
                 done=known,
                 on_sample=keep,
                 max_errors=settings.max_errors,
@@ -93,7 +96,8 @@ def tell_score(row: Mapping[str, Any], max_tokens: int, log: StructuredLogger) -
     if row["nll"] is not None:
         parts.append(f"{row['nll']:.3f} nats per target token")
     if row["errors"]:
-        parts.append(f"{row['errors']} failed")
+        answered = "" if row["answered_score"] is None else f", {row['answered_score']:.3f} of the answered"
+        parts.append(f"{row['errors']} failed{answered}")
     if row["ungraded"]:
         parts.append(f"{row['ungraded']} without a grade, counted as not correct")
     if row["truncated"] > TRUNCATED_WARNING:
@@ -102,6 +106,11 @@ def tell_score(row: Mapping[str, Any], max_tokens: int, log: StructuredLogger) -
     name = "baseline" if row["round"] == 0 else f"round {row['round']}"
     kind = f"score {row['scores_are']}" if row.get("scores_are") else "validation score"
     log.say(f"{name}: {kind} {row['score']:.3f}{interval} ({', '.join(parts)})")
-    weak = [(label, part) for label, part in row["categories"].items() if part["score"] < 1][:3]
+    weak = run_summary.weakest(row["categories"])
     if weak:
-        log.say("  weakest: " + ", ".join(f"{label} {part['score']:.2f} (n = {part['n']})" for label, part in weak))
+        log.say("  weakest: " + ", ".join(_category(name, row["categories"][name]) for name in weak))
+
+
+def _category(name: str, part: Mapping[str, Any]) -> str:
+    interval = "" if part["ci_low"] is None else f" [{part['ci_low']:.2f}, {part['ci_high']:.2f}]"
+    return f"{name} {part['score']:.2f}{interval} (n = {part['n']})"

@@ -179,6 +179,9 @@ class CheckpointManager:
     def samples_path(self, round: int) -> Path:
         return self.run_dir / "samples" / f"round_{round:02d}.jsonl"
 
+    def likelihood_path(self, round: int) -> Path:
+        return self.run_dir / "likelihood" / f"round_{round:02d}.jsonl"
+
     @property
     def near_matches_path(self) -> Path:
         return self.run_dir / "near_matches.jsonl"
@@ -345,6 +348,16 @@ class CheckpointManager:
         """The samples of `round` kept so far, one per key (task, id, epoch): the last row wins."""
         by_key = {sample.key: sample for sample in map(SampleResult.from_row, self._rows(self.samples_path(round)))}
         return list(by_key.values())
+
+    def write_likelihood(self, round: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keep how likely each evaluation target was in `round`; what was kept before is replaced."""
+        self._need_lock()
+        self._make_folder(self.likelihood_path(round).parent)
+        durable_files.write_jsonl(self.likelihood_path(round), rows)
+
+    def load_likelihood(self, round: int) -> list[dict[str, Any]]:
+        """The rows that `write_likelihood` kept of `round`, empty when there are none."""
+        return self._rows(self.likelihood_path(round))
 
     def write_selection(self, round: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write which rows `round` trains on, once; the same again is accepted, others raise `CheckpointError`."""

@@ -15,7 +15,7 @@ from config_file import KeyPath, dotted, in_json
 Fault = tuple[KeyPath, str]
 """Where, and what is wrong there."""
 
-UNAVAILABLE = frozenset({"trackers", "notify", "cluster_by"})
+UNAVAILABLE = frozenset({"trackers", "notify"})
 UNAVAILABLE_IN_HELDOUT = ("family", "metric", "bar", "guardrails", "criteria")
 """Keys that are part of the design and that no program serves yet: refused rather than ignored."""
 

@@ -34,13 +34,17 @@ class EvalTask(StrictModel):
     weight: NotNegative = Field(default=1.0, description="Weight in the overall score, 0 or more.")
     threshold: Share | None = Field(default=None, description="Score in 0..1 that this task must reach for the target.")
     scorer: Text | None = Field(
-        default=None, description="Not available in this version; the task's own scorer is used."
+        default=None,
+        description="The task's scorer whose score counts, as `name` or `name.key`; null: that of its headline metric.",
     )
     metric: Text | None = Field(
-        default=None, description="Not available in this version; the task's headline metric is used."
+        default=None,
+        description="What the score is: `accuracy`, `mean` or another metric of the scorer; null: the headline metric.",
     )
     reducer: Text | None = Field(
-        default=None, description="Not available in this version; the task's own reducer is used, else the mean."
+        default=None,
+        description="How epochs combine: `mean`, `median`, `mode`, `max`, `at_least_K`, `pass_at_K` or `pass_k_K`; "
+        "null: the task's own, else the mean.",
     )
 
 
@@ -65,7 +69,11 @@ class EvaluationConfig(StrictModel):
     max_errors: Share = Field(
         default=0.05, description="Share of samples, 0..1, that may fail before the evaluation fails."
     )
-    cluster_by: Text | None = Field(default=None, description="Not available in this version.")
+    cluster_by: Text | None = Field(
+        default=None,
+        description="Field of a row (of an Inspect sample's metadata) that names what it has in common with others, "
+        "such as a document; intervals and tests then allow for that. null: each row stands alone.",
+    )
     category_field: Text | None = Field(
         default=None, description="Field of a row that names its category; null: the target."
     )

@@ -36,9 +36,6 @@ def _fault(*path: str | int, rests_on: tuple[str, ...] = (), message: str) -> Co
     return Contradiction(path, frozenset({owner, *rests_on}), message)
 
 
-UNAVAILABLE_IN_TASK = ("scorer", "metric", "reducer")
-
-
 def contradictions(config: TrainingConfig) -> Iterator[Contradiction]:
     """Every pair of values that cannot both be meant, and every key that is not served yet."""
     yield from _unavailable(config)
@@ -53,15 +50,9 @@ def _unavailable(config: TrainingConfig) -> Iterator[Contradiction]:
         value, default = getattr(config, name), field.get_default(call_default_factory=True)
         if name in UNAVAILABLE and value != default:
             yield _fault(name, message=not_available(name))
-    if config.evaluation.cluster_by is not None:
-        yield _fault("evaluation", "cluster_by", message=not_available("cluster_by"))
     for key in UNAVAILABLE_IN_HELDOUT:
         if getattr(config.heldout, key) not in (None, ()):
             yield _fault("heldout", key, message=not_available(key))
-    for index, task in enumerate(config.eval_tasks):
-        for key in UNAVAILABLE_IN_TASK:
-            if getattr(task, key) is not None:
-                yield _fault("eval_tasks", index, key, message=not_available(key))
 
 
 def _evaluation(config: TrainingConfig) -> Iterator[Contradiction]:

@@ -61,7 +61,7 @@ class TrainingConfig(StrictModel):
     ] = Field(
         default=(),
         description="Inspect tasks: each a registered name, `file.py@task`, or an object "
-        "`{task, args, weight, threshold}`.",
+        "`{task, args, weight, threshold, scorer, metric, reducer}`.",
     )
     renderer_name: Text | None = Field(
         default=None, description="Chat renderer; null: the one recommended for the base model."

@@ -6,10 +6,11 @@ evaluators score a reply through `score_reply`, so that they cannot disagree abo
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -22,7 +23,9 @@ class SampleResult:
 
     `score` and `lenient_score` are in [0, 1]; a sample that failed (`error` set) or has no grade (`grade_missing`)
     has score 0.0 and stays in the denominator. `stop_reason` is "stop" (a stop token ended the reply), "max_tokens"
-    (cut) or "unknown". `seconds` is wall-clock time from request to reply.
+    (cut) or "unknown". `seconds` is wall-clock time from request to reply. `cluster` names what the sample has in
+    common with others, so that they may be right or wrong together (`evaluation.cluster_by`). `grade` is what the
+    scorer gave (value, answer, metadata), kept where the task's metric needs more than the score.
     """
 
     task: str
@@ -41,13 +44,16 @@ class SampleResult:
     seconds: float = 0.0
     grade_missing: bool = False
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    cluster: str | None = None
+    grade: Mapping[str, Any] | None = None
 
     @property
     def key(self) -> tuple[str, str, int]:
         return (self.task, self.id, self.epoch)
 
     def to_row(self) -> dict[str, Any]:
-        return asdict(self)
+        # Not `asdict`, which copies every value deeply: this is done for every sample.
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> SampleResult:
@@ -58,7 +64,12 @@ class SampleResult:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The score of one task of an evaluation. `ci_low`/`ci_high`: 95 % interval, None when unknown."""
+    """The score of one task of an evaluation, in [0, 1] over all `n` samples, `errors` of which failed.
+
+    `ci_low`/`ci_high`: 95 % interval, None when unknown. `answered_score` is the same figure over the samples that did
+    not fail, None when all did. `metric` says what the score is, for people (None: the mean of the samples' scores);
+    `clusters` in how many clusters the samples are (None: each on its own).
+    """
 
     task: str
     score: float
@@ -68,15 +79,19 @@ class TaskResult:
     threshold: float | None = None
     ci_low: float | None = None
     ci_high: float | None = None
+    answered_score: float | None = None
+    metric: str | None = None
+    clusters: int | None = None
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
     """A checkpoint's evaluation.
 
-    `score` in [0, 1] is over all `n` samples (after epochs are averaged), failed ones counted as not correct, and
+    `score` in [0, 1] is over all `n` samples (after epochs are combined), failed ones counted as not correct, and
     over several tasks the weighted mean. `metrics` holds further figures by name (`lenient_score`, `nll`,
-    `truncated` as a share in [0, 1]...). `log_paths` are Inspect logs, absent for the built-in evaluator.
+    `truncated` as a share in [0, 1], `answered_score` over the samples that did not fail...). `log_paths` are Inspect
+    logs, absent for the built-in evaluator.
     """
 
     score: float
@@ -86,6 +101,28 @@ class EvaluationResult:
     metrics: Mapping[str, float]
     tasks: tuple[TaskResult, ...]
     log_paths: tuple[str, ...] = ()
+
+
+Figure = Callable[[Sequence[int]], float]
+"""A score in [0, 1] from positions of sample groups (as many as wanted, repeated ones counted again)."""
+
+MakeFigure = Callable[[Sequence[Sequence[SampleResult]]], Figure]
+"""A `Figure` over groups of samples, each group holding the epochs of one sample."""
+
+
+@dataclass(frozen=True)
+class TaskRules:
+    """How one task's samples become its score and what that counts for.
+
+    `reduce` combines a sample's scores over epochs (default: their mean). `make_figure` gives a score that is no mean
+    of those; None: the mean. `metric` is its name for people.
+    """
+
+    weight: float = 1.0
+    threshold: float | None = None
+    reduce: Callable[[Sequence[float]], float] = fmean
+    make_figure: MakeFigure | None = None
+    metric: str | None = None
 
 
 def normalise(text: str) -> str:
@@ -139,6 +176,11 @@ def sample_category(category: str | None, target: str, labels: Iterable[str]) ->
     return category if category is not None else (target if target in labels else None)
 
 
+def is_cluster(value: object) -> bool:
+    """Whether a field's value can name a cluster: a text that is not empty, or a number."""
+    return isinstance(value, str | int | float) and value != ""
+
+
 def settled_samples(done: Iterable[SampleResult]) -> dict[tuple[str, str, int], SampleResult]:
     """Samples of an earlier, interrupted attempt that need not be asked again, by key.
 
@@ -171,19 +213,15 @@ def refuse_failures(samples: Sequence[SampleResult], max_errors: float) -> None:
 def summarise(
     samples: Sequence[SampleResult],
     *,
-    weights: Mapping[str, float] | None = None,
-    thresholds: Mapping[str, float] | None = None,
-    reducers: Mapping[str, Callable[[Sequence[float]], float]] | None = None,
+    rules: Mapping[str, TaskRules] | None = None,
     log_paths: Sequence[str] = (),
 ) -> EvaluationResult:
     """One `EvaluationResult` from all its samples; see there for what `score` counts.
 
-    Epochs of a sample are combined first (by the task's entry in `reducers`, else by their mean), so `n` counts
-    distinct (task, id). Raises `EvaluationError` when there are no samples, because an evaluation of nothing has no
-    score, and when a sample is there twice.
+    `rules` holds those of each task by name. Epochs of a sample are combined first, so `n` counts distinct (task, id).
+    Raises `EvaluationError` when there are no samples, because an evaluation of nothing has no score, when a sample
+    is there twice, and when only some of a task's samples have a cluster.
     """
-    import significance
-
     if not samples:
         raise EvaluationError("the evaluation has no samples, so there is no score")
     if len({sample.key for sample in samples}) < len(samples):
@@ -191,38 +229,22 @@ def summarise(
     by_task: dict[str, dict[str, list[SampleResult]]] = {}
     for sample in sorted(samples, key=lambda s: s.key):
         by_task.setdefault(sample.task, {}).setdefault(sample.id, []).append(sample)
-    tasks = []
-    lenient: list[tuple[float, float]] = []
-    for name, groups in by_task.items():
-        reduce = (reducers or {}).get(name, fmean)
-        scores = [reduce([s.score for s in group]) for group in groups.values()]
-        errors = sum(any(s.error for s in group) for group in groups.values())
-        low, high = significance.score_interval(scores)
-        weight = (weights or {}).get(name, 1.0)
-        tasks.append(
-            TaskResult(
-                task=name,
-                score=sum(scores) / len(scores),
-                n=len(scores),
-                errors=errors,
-                weight=weight,
-                threshold=(thresholds or {}).get(name),
-                ci_low=low,
-                ci_high=high,
-            )
-        )
-        soft = [s.lenient_score for group in groups.values() for s in group if s.lenient_score is not None]
-        if soft:
-            total = sum(len(group) for group in groups.values())
-            lenient.append((weight, sum(soft) / total))
-    total_weight = sum(task.weight for task in tasks)
-    if total_weight <= 0:
+    tasks = [
+        _task_result(name, list(groups.values()), (rules or {}).get(name, TaskRules()))
+        for name, groups in by_task.items()
+    ]
+    total = sum(task.weight for task in tasks)
+    if total <= 0:
         raise EvaluationError("the weights of the evaluation's tasks add up to zero")
     metrics = {"truncated": sum(s.stop_reason == "max_tokens" for s in samples) / len(samples)}
-    if len(lenient) == len(tasks):
-        metrics["lenient_score"] = sum(w * score for w, score in lenient) / total_weight
+    lenient = [(task.weight, _lenient_score(by_task[task.task].values())) for task in tasks]
+    answered = [(task.weight, task.answered_score) for task in tasks]
+    for name, parts in (("lenient_score", lenient), ("answered_score", answered)):
+        known = [weight * score for weight, score in parts if score is not None]
+        if len(known) == len(tasks):
+            metrics[name] = sum(known) / total
     return EvaluationResult(
-        score=sum(task.weight * task.score for task in tasks) / total_weight,
+        score=sum(task.weight * task.score for task in tasks) / total,
         n=sum(task.n for task in tasks),
         errors=sum(task.errors for task in tasks),
         samples=tuple(samples),
@@ -230,3 +252,53 @@ def summarise(
         tasks=tuple(tasks),
         log_paths=tuple(log_paths),
     )
+
+
+def _task_result(name: str, groups: Sequence[Sequence[SampleResult]], rules: TaskRules) -> TaskResult:
+    import significance
+
+    scores = [_number(rules.reduce([sample.score for sample in group])) for group in groups]
+    clusters = _clusters(name, groups)
+    answered = [index for index, group in enumerate(groups) if not any(sample.error for sample in group)]
+
+    def mean(positions: Sequence[int]) -> float:
+        return math.fsum(scores[position] for position in positions) / len(positions)
+
+    figure: Figure = mean
+    if rules.make_figure is None:
+        low, high = significance.score_interval(scores, clusters=clusters)
+    else:
+        figure = rules.make_figure(groups)
+        low, high = significance.figure_interval(len(groups), figure, clusters=clusters)
+    return TaskResult(
+        task=name,
+        score=figure(range(len(groups))),
+        n=len(groups),
+        errors=len(groups) - len(answered),
+        weight=rules.weight,
+        threshold=rules.threshold,
+        ci_low=low,
+        ci_high=high,
+        answered_score=figure(answered) if answered else None,
+        metric=rules.metric,
+        clusters=None if clusters is None else len(set(clusters)),
+    )
+
+
+def _number(score: float) -> float:
+    # A reducer that finds no agreement between epochs gives NaN: that is no grade, and counts as not correct.
+    return 0.0 if math.isnan(score) else score
+
+
+def _clusters(task: str, groups: Sequence[Sequence[SampleResult]]) -> list[str] | None:
+    named = [group[0].cluster for group in groups if group[0].cluster is not None]
+    if named and len(named) < len(groups):
+        raise EvaluationError(f"{len(named)} of {len(groups)} samples of {task} have a cluster; give it to all or none")
+    return named or None
+
+
+def _lenient_score(groups: Iterable[Sequence[SampleResult]]) -> float | None:
+    """Mean lenient score over all samples of a task, those without one counted as 0; None when none has one."""
+    soft = [sample.lenient_score for group in groups for sample in group]
+    known = [score for score in soft if score is not None]
+    return sum(known) / len(soft) if known else None

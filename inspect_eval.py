@@ -28,6 +28,7 @@ from error_handling import EvalLoopError, EvaluationError
 from evaluation import (
     EvaluationResult,
     SampleResult,
+    TaskRules,
     closed_label_set,
     refuse_failures,
     sample_category,
@@ -35,7 +36,7 @@ from evaluation import (
     summarise,
 )
 from inspect_planning import LABELLED_ROWS, PlannedTask, TaskSpec, check_tasks, inspect_available
-from simple_eval import Sampler, check_rows
+from simple_eval import Sampler, check_rows, row_cluster
 
 if TYPE_CHECKING:
     from inspect_model import Delivery
@@ -82,11 +83,7 @@ async def run_inspect_evaluation(
         _refuse_vanished(plans, settled)
         from inspect_model import Delivery
 
-        delivery = Delivery(
-            on_sample=on_sample,
-            categories={plan.name: plan.spec.category_field for plan in plans if plan.spec.category_field},
-            scorers={plan.name: scorer for plan in plans if (scorer := _scorer_name(plan))},
-        )
+        delivery = Delivery(on_sample=on_sample, plans={plan.name: plan for plan in plans})
         pending = [plan for plan in plans if any(key not in settled for key in plan.keys)]
         logs: Sequence[Any] = ()
         if pending:
@@ -105,12 +102,9 @@ async def run_inspect_evaluation(
     _refuse_incomplete(pending, results, logs)
     ordered = [results[key] for plan in plans for key in plan.keys]
     refuse_failures(ordered, max_errors)
+    # Scores are worked out here and not read from the logs: those know nothing of samples answered before.
     return summarise(
-        ordered,
-        weights={plan.name: plan.weight for plan in plans},
-        thresholds={plan.name: plan.spec.threshold for plan in plans if plan.spec.threshold is not None},
-        reducers={plan.name: _reducer(plan.task) for plan in plans if plan.task.epochs_reducer},
-        log_paths=[log.location for log in logs],
+        ordered, rules={plan.name: _rules(plan) for plan in plans}, log_paths=[log.location for log in logs]
     )
 
 
@@ -222,19 +216,14 @@ def _refuse_incomplete(
             )
 
 
-def _reducer(task: Any) -> Callable[[Sequence[float]], float]:
-    """The task's own way of combining epochs, over plain numbers."""
-    from inspect_ai.scorer import Score
-
-    reduce = task.epochs_reducer[0]
-    return lambda scores: float(reduce([Score(value=score) for score in scores]).as_float())
-
-
-def _scorer_name(plan: PlannedTask) -> str | None:
-    headline = plan.task.headline_metric
-    if plan.spec.scorer or headline is None or headline.scorer is None:
-        return plan.spec.scorer
-    return f"{headline.scorer}.{headline.score}" if headline.score else str(headline.scorer)
+def _rules(plan: PlannedTask) -> TaskRules:
+    return TaskRules(
+        weight=plan.weight,
+        threshold=plan.spec.threshold,
+        reduce=plan.scoring.reduce,
+        make_figure=plan.scoring.make_figure,
+        metric=plan.scoring.describe(),
+    )
 
 
 @contextlib.contextmanager
@@ -279,11 +268,12 @@ def task(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @task
-def labelled_rows(eval_file: str, category_field: str | None = None) -> Any:
+def labelled_rows(eval_file: str, category_field: str | None = None, cluster_by: str | None = None) -> Any:
     """The rows of `eval_file`, each a prompt and a target, scored as the built-in evaluator scores them.
 
-    Every shape of row that training takes is an evaluation row: the last assistant turn is the target. Under
-    Inspect's own command line a relative path counts from this file's folder.
+    Every shape of row that training takes is an evaluation row: the last assistant turn is the target.
+    `category_field` and `cluster_by` name fields of the rows. Under Inspect's own command line a relative path counts
+    from this file's folder.
     """
     from inspect_ai import Task
     from inspect_ai.dataset import MemoryDataset, Sample
@@ -295,17 +285,22 @@ def labelled_rows(eval_file: str, category_field: str | None = None) -> Any:
 
     kinds = {"system": ChatMessageSystem, "user": ChatMessageUser, "assistant": ChatMessageAssistant}
     rows = data_loader.load_rows(eval_file, purpose="eval", category_field=category_field).rows
-    check_rows(rows)
+    check_rows(rows, cluster_by=cluster_by, category_field=category_field)
     labels = closed_label_set([row.target for row in rows])
     samples = []
     for row in rows:
+        metadata = dict(row.metadata)
         category = sample_category(row.category, row.target, labels)
+        if category is not None:
+            metadata["category"] = category
+        if cluster_by is not None:
+            metadata[cluster_by] = row_cluster(row, cluster_by, category_field)
         samples.append(
             Sample(
                 input=[kinds[turn["role"]](content=turn["content"]) for turn in row.prompt],
                 target=row.target,
                 id=row.id,
-                metadata={**row.metadata, **({} if category is None else {"category": category})},
+                metadata=metadata,
             )
         )
     return Task(

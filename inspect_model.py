@@ -13,7 +13,7 @@ import contextlib
 import copy
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,8 @@ from inspect_ai.solver import TaskState
 from inspect_ai.tool import ToolChoice, ToolInfo
 
 from error_handling import ConfigurationError, DataError, EvaluationError
-from evaluation import SampleResult, score_reply
+from evaluation import SampleResult, sample_category, score_reply
+from inspect_planning import PlannedTask, target_text
 from simple_eval import ENDS_EVALUATION, FAILED_REQUEST, Sampler
 
 PROVIDER = "evalloop"
@@ -51,13 +52,12 @@ _WORDS = frozenset({"yes", "no", "true", "false"})
 class Delivery:
     """Where one evaluation's samples go as they end.
 
-    `categories` maps a task's name to the metadata field that holds a sample's category, `scorers` to the scorer (or
-    "scorer.key") whose value counts. `fatal` is what must end the evaluation at once; `stop` is then called.
+    `plans` are the tasks by name, which say what of a sample counts. `fatal` is what must end the evaluation at once;
+    `stop` is then called.
     """
 
     on_sample: Callable[[SampleResult], None] | None = None
-    categories: dict[str, str] = field(default_factory=dict)
-    scorers: dict[str, str] = field(default_factory=dict)
+    plans: Mapping[str, PlannedTask] = field(default_factory=dict)
     results: dict[tuple[str, str, int], SampleResult] = field(default_factory=dict)
     fatal: BaseException | None = None
     stop: Callable[[], object] = lambda: None
@@ -79,13 +79,7 @@ class Delivery:
             return
         task = self._task_of[eval_id]
         try:
-            result = sample_result(
-                sample,
-                task,
-                model_key=self.model_key,
-                category_field=self.categories.get(task, "category"),
-                scorer_name=self.scorers.get(task),
-            )
+            result = sample_result(sample, self.plans[task], model_key=self.model_key)
             self.results[result.key] = result
             if self.on_sample is not None:
                 self.on_sample(result)
@@ -259,18 +253,26 @@ def _cut(text: str, stop_reason: str, stop_sequences: Sequence[str]) -> tuple[st
     return (text[: min(ends)], "stop") if ends else (text, stop_reason)
 
 
-def sample_result(
-    sample: EvalSample, task: str, *, model_key: str, category_field: str = "category", scorer_name: str | None = None
-) -> SampleResult:
+def sample_result(sample: EvalSample, plan: PlannedTask, *, model_key: str) -> SampleResult:
     """An ended Inspect sample as a `SampleResult`; `EvaluationError` for a score outside [0, 1].
 
     Tokens are those of the model under test, without a grader's.
     """
     error = sample.error.message or "unknown error" if sample.error else None
-    grade, lenient = (None, None) if error else read_grade(sample.scores, scorer_name, task)
+    task, scoring, spec = plan.name, plan.scoring, plan.spec
+    counted = None if error else pick_score(sample.scores, scoring.scorer, task)
+    grade, lenient, kept = None, None, None
+    if counted is not None:
+        score, value = counted
+        grade = _grade_value(value, f"{task}, scorer {scoring.scorer}")
+        lenient = (score.metadata or {}).get(LENIENT)
+        if grade is not None and scoring.make_figure is not None:
+            kept = _as_json({"value": value, "answer": score.answer, "metadata": score.metadata})
     usage = sample.model_usage.get(model_key)
     answered = bool(sample.output.choices)
-    category = sample.metadata.get(category_field)
+    target = target_text(sample.target)
+    category = sample.metadata.get(spec.category_field or "category")
+    cluster = sample.metadata.get(spec.cluster_by) if spec.cluster_by else None
     first_user = (
         next((m.text for m in sample.input if m.role == "user"), "") if not isinstance(sample.input, str) else ""
     )
@@ -279,44 +281,44 @@ def sample_result(
         id=str(sample.id),
         epoch=sample.epoch,
         input=sample.input if isinstance(sample.input, str) else first_user,
-        target=sample.target if isinstance(sample.target, str) else " | ".join(sample.target),
+        target=target,
         output=sample.output.completion,
         score=0.0 if grade is None else grade,
         lenient_score=lenient,
         stop_reason=_STOP_REASONS.get(sample.output.stop_reason, "unknown") if answered else "unknown",
         error=error,
-        category=None if category is None else str(category),
+        category=sample_category(None if category is None else str(category), target, plan.labels),
         tokens_in=usage.input_tokens if usage else 0,
         tokens_out=usage.output_tokens if usage else 0,
         seconds=sample.output.time or sample.total_time or 0.0,
         grade_missing=error is None and grade is None,
-        # What a dataset puts into metadata need not be JSON, and these rows are written as JSON.
-        metadata=json.loads(json.dumps(sample.metadata, default=str)),
+        metadata=_as_json(sample.metadata),
+        cluster=None if cluster is None else str(cluster),
+        grade=kept,
     )
 
 
-def read_grade(
-    scores: dict[str, Score] | None, scorer_name: str | None, task: str
-) -> tuple[float | None, float | None]:
-    """(score, lenient score) of a sample, None where there is none.
+def _as_json(value: Any) -> Any:
+    # What a dataset or a scorer puts into metadata need not be JSON, and these rows are written as JSON.
+    return json.loads(json.dumps(value, default=str))
 
-    The named scorer's value counts ("scorer", or "scorer.key" of one that gives several), else the first. No value,
-    NaN and a word that is no grade are no score. Raises `EvaluationError` for a value outside [0, 1], or when the
-    named scorer gave nothing although others did.
+
+def pick_score(scores: dict[str, Score] | None, scorer_name: str, task: str) -> tuple[Score, Any] | None:
+    """The score of the named scorer ("scorer", or "scorer.key" of one that gives several) with the value that counts.
+
+    None where there is none at all. Raises `EvaluationError` when the named scorer gave nothing although others did.
     """
     if not scores:
-        return None, None
-    name, key = scorer_name or next(iter(scores)), None
+        return None
+    name, key = scorer_name, None
     if name not in scores and "." in name:
         name, _, key = name.rpartition(".")
     if name not in scores:
         raise EvaluationError(f"{task} has no scorer {scorer_name!r}; it has {', '.join(scores)}")
-    score = scores[name]
-    value: Any = score.value
+    value: Any = scores[name].value
     if isinstance(value, dict):
         value = value.get(key) if key is not None else next(iter(value.values()), None)
-    lenient = (score.metadata or {}).get(LENIENT)
-    return _grade_value(value, f"{task}, scorer {name}"), lenient
+    return scores[name], value
 
 
 def _grade_value(value: Any, where: str) -> float | None:

@@ -14,12 +14,14 @@ import difflib
 import importlib.util
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from error_handling import ConfigurationError, EvalLoopError
+from evaluation import closed_label_set, is_cluster
+from inspect_scoring import Scoring, resolve_scoring
 
 # Our own task, for the rows of a file; it stands in `inspect_eval`.
 LABELLED_ROWS = f"{Path(__file__).resolve().with_name('inspect_eval.py')}@labelled_rows"
@@ -37,7 +39,8 @@ class TaskSpec:
     `task` is a registered name (`inspect_evals/arc_easy`), `file.py@task`, or a `file.py` all of whose tasks run;
     these then share `weight` (0 or more, in the overall score) equally. `threshold` in [0, 1] is the task's own
     target. `name` is what results call the task (default: its own name). `category_field` names the sample metadata
-    that holds the category. `scorer` names the scorer whose score counts (default: the headline, else the first).
+    that holds the category, `cluster_by` the one that holds what samples have in common. `scorer` ("name" or
+    "name.key"), `metric` and `reducer` say what its score is (default: the task's headline metric).
     """
 
     task: str
@@ -47,17 +50,25 @@ class TaskSpec:
     name: str | None = None
     category_field: str | None = None
     scorer: str | None = None
+    metric: str | None = None
+    reducer: str | None = None
+    cluster_by: str | None = None
 
 
 @dataclass(frozen=True)
 class PlannedTask:
-    """A built task with what is known of it before it runs. `keys` are its samples' keys, in order."""
+    """A built task with what is known of it before it runs. `keys` are its samples' keys, in order.
+
+    `labels` are its targets where they form a closed set; a sample without a category has its target for one.
+    """
 
     name: str
     spec: TaskSpec
     task: Any
     weight: float
     keys: tuple[tuple[str, str, int], ...]
+    scoring: Scoring
+    labels: tuple[str, ...] = ()
 
 
 def check_tasks(specs: Sequence[TaskSpec]) -> tuple[PlannedTask, ...]:
@@ -124,10 +135,34 @@ def _plan(spec: TaskSpec, task: Any, name: str, weight: float) -> PlannedTask:
     if len(set(ids)) < len(ids):
         twice = next(identity for identity in ids if ids.count(identity) > 1)
         raise refuse(f"its data set has the id {twice!r} twice; results are kept by id")
+    if spec.cluster_by is not None:
+        _check_clusters(task, spec.cluster_by, refuse)
+    try:
+        scoring = resolve_scoring(task, scorer=spec.scorer, metric=spec.metric, reducer=spec.reducer)
+    except ConfigurationError as err:
+        raise refuse(str(err)) from err
     task_with(task, name=name)
     epochs = range(1, (task.epochs or 1) + 1)
     keys = tuple((name, identity, epoch) for identity in ids for epoch in epochs)
-    return PlannedTask(name=name, spec=spec, task=task, weight=weight, keys=keys)
+    # The letters of a choice task are places in a list, not labels.
+    choice = any(sample.choices for sample in task.dataset)
+    labels = () if choice else closed_label_set([target_text(sample.target) for sample in task.dataset])
+    return PlannedTask(name=name, spec=spec, task=task, weight=weight, keys=keys, scoring=scoring, labels=labels)
+
+
+def target_text(target: str | Sequence[str]) -> str:
+    """An Inspect target as one text; several accepted ones are set apart by a bar."""
+    return target if isinstance(target, str) else " | ".join(target)
+
+
+def _check_clusters(task: Any, field: str, refuse: Callable[[str], ConfigurationError]) -> None:
+    bad = [sample for sample in task.dataset if not is_cluster((sample.metadata or {}).get(field))]
+    if bad:
+        known = ", ".join(sorted({key for sample in task.dataset for key in sample.metadata or {}})) or "none"
+        raise refuse(
+            f"{len(bad)} of {len(task.dataset)} samples have no text or number in the metadata {field!r} that "
+            f"evaluation.cluster_by names (the first: sample {bad[0].id}); further metadata of its samples: {known}"
+        )
 
 
 def _build(spec: TaskSpec) -> list[Any]:

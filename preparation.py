@@ -12,12 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
+import cost_estimate
 import data_loader
 import data_selector
 import evaluation
 import hyperparam_utils
 import inspect_eval
 import rendering
+import simple_eval
+import token_sizes
 from contamination import NearMatch
 from error_handling import ConfigurationError, DataError, DependencyError
 from record_files import first_ten
@@ -43,6 +46,7 @@ class Prepared:
     train: data_loader.LoadedRows
     pool: data_loader.LoadedRows | None
     evaluation_rows: data_loader.LoadedRows | None
+    test: data_loader.LoadedRows | None
     evaluator: str
     tasks: tuple[inspect_eval.TaskSpec, ...]
     n_samples: int
@@ -51,6 +55,7 @@ class Prepared:
     warmup_steps: int
     on_training_data: bool
     near_matches: tuple[NearMatch, ...]
+    estimate: cost_estimate.RunEstimate
     lines: tuple[str, ...]
     warnings: tuple[str, ...]
     mask_preview: str
@@ -59,6 +64,7 @@ class Prepared:
     def data_digests(self) -> dict[str, str]:
         """sha256 of every data file, for telling on resume whether one has changed."""
         files = {"train_file": self.train, "pool_file": self.pool, "eval_file": self.evaluation_rows}
+        files["heldout.test_file"] = self.test
         return {name: loaded.digest for name, loaded in files.items() if loaded is not None}
 
 
@@ -138,9 +144,13 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
     lines.append(stats.describe())
     if pool is not None:
         loader.check(pool.rows, seed=config.seed)
+    prompt_lengths: tuple[int, ...] = ()
     if eval_rows is not None:
-        check_prompt_lengths(eval_rows.rows, chat_format, max_length, config.evaluation.max_tokens)
+        settings = config.evaluation
+        simple_eval.check_rows(eval_rows.rows, cluster_by=settings.cluster_by, category_field=settings.category_field)
+        prompt_lengths = check_prompt_lengths(eval_rows.rows, chat_format, max_length, config.evaluation.max_tokens)
 
+    plans: tuple[inspect_eval.PlannedTask, ...] = ()
     tasks: tuple[inspect_eval.TaskSpec, ...] = ()
     n_samples = len(eval_rows.rows) if eval_rows else 0
     if evaluator == "inspect":
@@ -148,7 +158,10 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
         plans = inspect_eval.check_tasks(tasks)
         n_samples = sum(len(plan.keys) for plan in plans)
         lines.append(
-            "evaluation tasks: " + ", ".join(f"{plan.name} ({_count(len(plan.keys), 'sample')})" for plan in plans)
+            "evaluation tasks: "
+            + ", ".join(
+                f"{plan.name} ({_count(len(plan.keys), 'sample')}; {plan.scoring.describe()})" for plan in plans
+            )
         )
     labels = evaluation.closed_label_set([row.target for row in eval_rows.rows]) if eval_rows else ()
     if labels:
@@ -176,6 +189,16 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
         f"{config.lora_rank}, learning rate {rate:.3g} (x{config.lr_decay:g} after a missed round, "
         f"warm-up {_count(warmup, 'step')}), until the validation score reaches {config.eval_threshold:g}"
     )
+    estimate = token_sizes.estimate(
+        config,
+        loader,
+        evaluation_rows=eval_rows.rows if eval_rows else (),
+        prompt_lengths=prompt_lengths,
+        plans=plans,
+        train=train.rows,
+        pool=pool.rows if pool else (),
+    )
+    lines += cost_estimate.describe(estimate, config.prices.get(config.base_model))
     return Prepared(
         config=config,
         served=served,
@@ -185,6 +208,7 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
         train=train,
         pool=pool,
         evaluation_rows=eval_rows,
+        test=data.test,
         evaluator=evaluator,
         tasks=tasks,
         n_samples=n_samples,
@@ -193,6 +217,7 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
         warmup_steps=warmup,
         on_training_data=on_training_data,
         near_matches=data.near,
+        estimate=estimate,
         lines=tuple(lines),
         warnings=tuple(warnings),
         mask_preview=loader.mask_preview(next(row for row in train.rows if loader.can_train(row))),
@@ -229,7 +254,16 @@ def task_specs(config: TrainingConfig) -> tuple[inspect_eval.TaskSpec, ...]:
         arguments: dict[str, Any] = {"eval_file": config.eval_file}
         if config.evaluation.category_field:
             arguments["category_field"] = config.evaluation.category_field
-        specs.append(inspect_eval.TaskSpec(task=inspect_eval.LABELLED_ROWS, args=arguments, name=EVAL_FILE_TASK))
+        if config.evaluation.cluster_by:
+            arguments["cluster_by"] = config.evaluation.cluster_by
+        specs.append(
+            inspect_eval.TaskSpec(
+                task=inspect_eval.LABELLED_ROWS,
+                args=arguments,
+                name=EVAL_FILE_TASK,
+                cluster_by=config.evaluation.cluster_by,
+            )
+        )
     for item in config.eval_tasks:
         specs.append(
             inspect_eval.TaskSpec(
@@ -238,6 +272,10 @@ def task_specs(config: TrainingConfig) -> tuple[inspect_eval.TaskSpec, ...]:
                 weight=item.weight,
                 threshold=item.threshold,
                 category_field=config.evaluation.category_field,
+                scorer=item.scorer,
+                metric=item.metric,
+                reducer=item.reducer,
+                cluster_by=config.evaluation.cluster_by,
             )
         )
     return tuple(specs)
@@ -245,11 +283,16 @@ def task_specs(config: TrainingConfig) -> tuple[inspect_eval.TaskSpec, ...]:
 
 def check_prompt_lengths(
     rows: Sequence[data_loader.Row], chat_format: rendering.ChatFormat, max_length: int, max_tokens: int
-) -> None:
-    """Raise `DataError` for evaluation rows whose prompt leaves no room for `max_tokens` of reply."""
+) -> tuple[int, ...]:
+    """The tokens of every evaluation row's prompt.
+
+    Raises `DataError` for rows whose prompt leaves no room for `max_tokens` of reply.
+    """
     long = []
+    lengths = []
     for row in rows:
         n_prompt = len(chat_format.prompt_tokens([dict(message) for message in row.prompt]))
+        lengths.append(n_prompt)
         if n_prompt + max_tokens > max_length:
             long.append(f"  {row.where}: {n_prompt} prompt tokens + evaluation.max_tokens {max_tokens}")
     if long:
@@ -258,6 +301,7 @@ def check_prompt_lengths(
             f"{len(long)} evaluation rows do not fit the context of {max_length} tokens:\n{shown}\n"
             "Shorten them, lower evaluation.max_tokens, or raise max_seq_length where the model allows it."
         )
+    return tuple(lengths)
 
 
 def starting_learning_rate(config: TrainingConfig) -> float:

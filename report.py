@@ -17,7 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import cost_estimate
 import durable_files
+import run_summary
 from checkpoint_manager import CheckpointManager
 from evaluation import SampleResult
 from logger import ROUND_COLUMNS, current_steps, read_events, redact, round_cells, utc_now, visible
@@ -25,6 +27,7 @@ from record_files import first_ten
 from report_template import TEMPLATE
 
 _EXAMPLES = 6
+_EXAMPLES_OF_CATEGORY = 2
 _CATEGORIES = 40
 _TEXT_LIMIT = 600
 _BLUE, _ORANGE, _GREY = "#2563eb", "#d97706", "#64748b"
@@ -62,6 +65,9 @@ def write_report(run_dir: Path | str) -> list[Path]:
             plots[name] = "data:image/png;base64," + base64.b64encode(data).decode("ascii")
 
     shown = [row["round"] for row in rounds if samples[row["round"]]]
+    last = samples[shown[-1]] if shown else []
+    weak = _weaknesses(last)
+    in_weak = {key for part in weak for key in part["keys"]}
     page = _render(
         run_id=manager.run_id,
         written_at=utc_now(),
@@ -73,10 +79,14 @@ def write_report(run_dir: Path | str) -> list[Path]:
             {"best": row["round"] == summary.get("best_round"), "cells": [*round_cells(row), row.get("reason") or ""]}
             for row in rounds
         ],
+        leads=[str(lead["text"]) for lead in summary.get("leads") or ()],
+        costs=_cost_table(rounds),
         tasks=_task_table(rounds),
+        answered=_answered(rounds),
         categories=category_table(samples),
         examples_round=shown[-1] if shown else None,
-        examples=_examples(samples[shown[-1]]) if shown else [],
+        weaknesses=weak,
+        examples=_examples([sample for sample in last if sample.key not in in_weak]),
         selections=[_selection_counts(number, rows) for number, rows in selections.items() if rows],
         notes=[
             *_near_match_notes(manager.load_near_matches(), kept=bool(config.get("allow_overlap"))),
@@ -172,24 +182,41 @@ def loss_plot(steps: Sequence[Mapping[str, Any]]) -> bytes | None:
 
 
 def category_table(samples: Mapping[int, Sequence[SampleResult]]) -> dict[str, Any] | None:
-    """Mean score of each category in each round, the weakest in the last round first; None without categories.
+    """The figures of each category in each round, the surest weakness of the last round first; None without categories.
 
-    `{"rounds": [...], "rows": [{"category", "cells": [(score, n) or None a round]}], "left_out": count}`.
+    `{"rounds": [...], "rows": [{"category", "cells": [an item of run_summary.category_scores or None a round]}],
+    "left_out": count}`.
     """
-    numbers = [number for number, rows in samples.items() if any(row.category is not None for row in rows)]
-    if not numbers:
+    by_round = {number: scores for number, rows in samples.items() if (scores := run_summary.category_scores(rows))}
+    if not by_round:
         return None
-    means: dict[str, dict[int, tuple[float, int]]] = {}
-    for number in numbers:
-        by_category: dict[str, list[float]] = {}
-        for row in samples[number]:
-            if row.category is not None:
-                by_category.setdefault(row.category, []).append(row.score)
-        for category, scores in by_category.items():
-            means.setdefault(category, {})[number] = (sum(scores) / len(scores), len(scores))
-    weakest_first = sorted(means, key=lambda name: (means[name].get(numbers[-1], (2.0, 0))[0], name))
-    rows = [{"category": name, "cells": [means[name].get(n) for n in numbers]} for name in weakest_first[:_CATEGORIES]]
-    return {"rounds": numbers, "rows": rows, "left_out": len(means) - len(rows)}
+    numbers = list(by_round)
+    names = list(dict.fromkeys(name for number in reversed(numbers) for name in by_round[number]))
+    rows = [{"category": name, "cells": [by_round[n].get(name) for n in numbers]} for name in names[:_CATEGORIES]]
+    return {"rounds": numbers, "rows": rows, "left_out": len(names) - len(rows)}
+
+
+def _weaknesses(samples: Sequence[SampleResult]) -> list[dict[str, Any]]:
+    """The weakest categories of a round, each with a few wrong replies."""
+    scores, members = run_summary.category_scores(samples), run_summary.by_category(samples)
+    found = []
+    for name in run_summary.weakest(scores):
+        wrong = sorted((s for s in members[name] if s.score < 1), key=lambda sample: (sample.score, sample.key))
+        shown = wrong[:_EXAMPLES_OF_CATEGORY]
+        found.append(
+            {"name": name, **scores[name], "examples": _examples(shown), "keys": [sample.key for sample in shown]}
+        )
+    return found
+
+
+def _answered(rounds: Sequence[Mapping[str, Any]]) -> list[str]:
+    """For every round in which samples failed, the score of those that did not."""
+    return [
+        f"{'Baseline' if row['round'] == 0 else 'Round ' + str(row['round'])}: {row['answered_score']:.3f} of the "
+        f"{row['n'] - row['errors']} answered, {row['errors']} of {row['n']} failed."
+        for row in rounds
+        if row.get("errors") and row.get("answered_score") is not None
+    ]
 
 
 def _facts(summary: Mapping[str, Any], state: Mapping[str, Any], threshold: float | None) -> list[tuple[str, str]]:
@@ -226,14 +253,37 @@ def _amount(value: Any) -> str:
 
 
 def _task_table(rounds: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Rows (round, task, score, 95 % interval, n, errors) where an evaluation has several tasks."""
+    """Rows (round, task, score, 95 % interval, n, errors, score of the answered, what the score is) where an evaluation
+    has several tasks."""
     table: list[tuple[str, ...]] = []
     for row in rounds:
         if len(row.get("tasks") or ()) > 1:
             for task in row["tasks"]:
                 number, score, interval, _, n, errors, *_ = round_cells({**task, "round": row["round"]})
-                table.append((number, str(task.get("task")), score, interval, n, errors))
+                answered = task.get("answered_score")
+                shown = "-" if answered is None else f"{answered:.3f}"
+                table.append(
+                    (number, str(task.get("task")), score, interval, n, errors, shown, task.get("metric") or "-")
+                )
     return table
+
+
+def _cost_table(rounds: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Rows (round, tokens trained, prefilled, sampled, dollars) of the rounds, and their sum."""
+    counted = [row for row in rounds if row.get("tokens")]
+    table = [(round_cells(row)[0], row["tokens"], row.get("cost")) for row in counted]
+    if table:
+        known = [cost for _, _, cost in table if cost is not None]
+        whole = run_summary.add_tokens(tokens for _, tokens, _ in table)
+        table.append(("together", whole, sum(known) if len(known) == len(table) else None))
+    return [
+        (
+            name,
+            *(f"{tokens[kind]:,}" for kind in ("train", "prefill", "sample")),
+            "-" if cost is None else cost_estimate.dollars(cost),
+        )
+        for name, tokens, cost in table
+    ]
 
 
 def _examples(samples: Sequence[SampleResult]) -> list[dict[str, Any]]:

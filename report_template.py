@@ -1,6 +1,25 @@
 """The page of `report.html`, as a Jinja template; every value goes through the filter `shown` and is escaped."""
 
 TEMPLATE = """\
+{% macro figures(part) %}
+{{ '%.3f' | format(part.score) }}{% if part.ci_low is not none %}
+ [{{ '%.3f' | format(part.ci_low) }}, {{ '%.3f' | format(part.ci_high) }}]{% endif %}
+ <span class="soft">(n = {{ part.n }})</span>
+{%- endmacro %}
+{% macro card(example) %}
+<div class="card"><dl>
+<dt>sample</dt><dd>{{ example.task | shown }} / {{ example.id | shown }}{% if example.category is not none %}
+ ({{ example.category | shown }}){% endif %}</dd>
+<dt>input</dt><dd>{{ example.input | shown }}</dd>
+<dt>target</dt><dd>{{ example.target | shown }}</dd>
+{% if example.error is not none %}
+<dt>failed</dt><dd>{{ example.error | shown }}</dd>
+{% else %}
+<dt>reply</dt><dd>{{ example.output | shown }}{% if example.cut %}
+ <span class="soft">(cut at the limit)</span>{% endif %}</dd>
+{% endif %}
+</dl></div>
+{% endmacro %}
 {% set label = '' if scores_are is none else ' (scores ' ~ (scores_are | shown) ~ ')' -%}
 <!doctype html>
 <html lang="en">
@@ -18,7 +37,7 @@ TEMPLATE = """\
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 1080px; margin: 0 auto; padding: 32px 20px 64px; }
 h1 { font-size: 24px; margin: 0; overflow-wrap: anywhere; }
-h2 { font-size: 18px; margin: 36px 0 12px; }
+h2 { font-size: 18px; margin: 36px 0 12px; } h3 { font-size: 15px; margin: 16px 0 8px; }
 p { margin: 4px 0 12px; } .soft { color: var(--soft); }
 .facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(190px, 1fr)); gap: 12px; margin: 20px 0 0; }
 .fact, .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px 14px; }
@@ -64,8 +83,12 @@ ul { margin: 0; padding-left: 20px; } summary { cursor: pointer; }
 </tr>
 {% endfor %}
 </tbody></table></div>
-<p class="soft">Samples that failed count as not correct.{% if rounds | selectattr('best') | list %} The best round is
+<p class="soft">Samples that failed count as not correct.
+{% for line in answered %}{{ line | shown }} {% endfor %}{% if rounds | selectattr('best') | list %} The best round is
 marked.{% endif %}</p>
+{% if leads %}
+<p>The best round {% for lead in leads %}{{ lead | shown }}{{ "; " if not loop.last else "." }}{% endfor %}</p>
+{% endif %}
 {% else %}
 <p>No round has been evaluated yet.</p>
 {% endif %}
@@ -78,10 +101,24 @@ marked.{% endif %}</p>
 </div>
 {% endif %}
 
+{% if costs %}
+<h2>Tokens and cost</h2>
+<div class="scroll"><table>
+<thead><tr><th>round</th><th>trained</th><th>prefilled</th><th>sampled</th><th>cost</th></tr></thead>
+<tbody>
+{% for row in costs %}
+<tr>{% for cell in row %}<td class="figure">{{ cell | shown }}</td>{% endfor %}</tr>
+{% endfor %}
+</tbody></table></div>
+<p class="soft">Steps done again after a kill, and samples asked again, are counted each time. Cost is
+in dollars, by the prices of the configuration; without a price for the model it is not known.</p>
+{% endif %}
+
 {% if tasks %}
 <h2>Tasks{{ label }}</h2>
 <div class="scroll"><table>
-<thead><tr><th>round</th><th>task</th><th>score</th><th>95 % interval</th><th>n</th><th>errors</th></tr></thead>
+<thead><tr><th>round</th><th>task</th><th>score</th><th>95 % interval</th><th>n</th><th>errors</th>
+<th>of the answered</th><th>the score is</th></tr></thead>
 <tbody>
 {% for row in tasks %}
 <tr>{% for cell in row %}<td>{{ cell | shown }}</td>{% endfor %}</tr>
@@ -97,11 +134,12 @@ marked.{% endif %}</p>
 <tbody>
 {% for row in categories.rows %}
 <tr><td>{{ row.category | shown }}</td>
-{% for cell in row.cells %}<td class="figure">{% if cell %}{{ '%.3f' | format(cell[0]) }}
-<span class="soft">(n = {{ cell[1] }})</span>{% else %}-{% endif %}</td>{% endfor %}</tr>
+{% for cell in row.cells %}<td class="figure">{% if cell %}{{ figures(cell) }}{% else %}-{% endif %}</td>{% endfor %}
+</tr>
 {% endfor %}
 </tbody></table></div>
-<p class="soft">Weakest in the last round first.{% if categories.left_out %}
+<p class="soft">With 95 % intervals, weakest in the last round first: ordered by the upper end of the interval, so that
+few samples alone make no weakness. Samples that failed or have no grade are left out.{% if categories.left_out %}
 {{ categories.left_out }} stronger categories are left out.{% endif %}</p>
 {% endif %}
 
@@ -114,23 +152,19 @@ marked.{% endif %}</p>
 {% endfor %}
 {% endif %}
 
+{% for weakness in weaknesses %}
+{% if loop.first %}<h2>Where {{ 'the baseline' if examples_round == 0 else 'round ' ~ examples_round }} is weakest</h2>
+{% endif %}
+<h3>{{ weakness.name | shown }}: {{ figures(weakness) }}</h3>
+{% for example in weakness.examples %}{{ card(example) }}{% endfor %}
+{% endfor %}
+
 {% if examples_round is not none %}
 <h2>What {{ 'the baseline' if examples_round == 0 else 'round ' ~ examples_round }} got wrong</h2>
 {% for example in examples %}
-<div class="card"><dl>
-<dt>sample</dt><dd>{{ example.task | shown }} / {{ example.id | shown }}{% if example.category is not none %}
- ({{ example.category | shown }}){% endif %}</dd>
-<dt>input</dt><dd>{{ example.input | shown }}</dd>
-<dt>target</dt><dd>{{ example.target | shown }}</dd>
-{% if example.error is not none %}
-<dt>failed</dt><dd>{{ example.error | shown }}</dd>
+{{ card(example) }}
 {% else %}
-<dt>reply</dt><dd>{{ example.output | shown }}{% if example.cut %}
- <span class="soft">(cut at the limit)</span>{% endif %}</dd>
-{% endif %}
-</dl></div>
-{% else %}
-<p>Nothing: every sample was correct.</p>
+<p>Nothing{% if weaknesses %} else{% else %}: every sample was correct{% endif %}.</p>
 {% endfor %}
 {% endif %}
 

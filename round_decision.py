@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -56,7 +57,8 @@ class RoundRecord:
 
     `score` and the 95 % interval `ci_low`..`ci_high` (None: unknown) are in [0, 1] over `n` samples, `errors` of which
     failed. `task_scores` holds (task, score, threshold or None[, ci_low or None]) each. `sample_scores` maps a sample's
-    key to its score and pairs rounds for the test of a drop. `checkpoint` is where its weights are.
+    key to its score and pairs rounds in tests; `task_weights` says how much each task's samples count there (empty:
+    every sample alike), `clusters` which samples belong together. `checkpoint` is where its weights are.
     """
 
     round: int
@@ -67,6 +69,8 @@ class RoundRecord:
     errors: int = 0
     task_scores: tuple[tuple[str, float, float | None] | TaskScore, ...] = ()
     sample_scores: Mapping[SampleKey, float] = field(default_factory=dict)
+    task_weights: Mapping[str, float] = field(default_factory=dict)
+    clusters: Mapping[SampleKey, str] = field(default_factory=dict)
     checkpoint: str | None = None
 
     def __post_init__(self) -> None:
@@ -74,6 +78,27 @@ class RoundRecord:
             raise EvaluationError(f"rounds count from 0, got {self.round}")
         if not (math.isfinite(self.score) and 0 <= self.score <= 1):
             raise EvaluationError(f"round {self.round}: a score must be in 0..1, got {self.score}")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`later` against `earlier` over the `n` samples that both have, failed ones counted as not correct.
+
+    `difference` is later minus earlier, each task weighted as in the score, with its 95 % interval (None: unknown);
+    `p` is that of the two-sided paired test.
+    """
+
+    earlier: int
+    later: int
+    n: int
+    difference: float
+    ci_low: float | None
+    ci_high: float | None
+    p: float
+
+    @property
+    def within_noise(self) -> bool:
+        return self.p >= NOISE_P
 
 
 @dataclass(frozen=True)
@@ -177,7 +202,18 @@ def target_met(record: RoundRecord, config: TrainingConfig) -> tuple[bool, str]:
         return False, f"{shown}: {'; '.join(problems)}."
     conditions = sum(task.threshold is not None for task in tasks)
     own = f", and {conditions} of {len(tasks)} tasks with a threshold of their own reach it" if conditions else ""
-    return True, f"{shown}: {what} reaches the target of {threshold:g}{own}."
+    return True, f"{shown}: {what} reaches the target of {threshold:g}{own}. {_how_sure(record, threshold)}"
+
+
+def _how_sure(record: RoundRecord, threshold: float) -> str:
+    """What the interval says of a target that is met, whichever rule met it."""
+    if record.ci_low is None:
+        return "How sure that is, is not known: the score has no interval."
+    if record.ci_low >= threshold - _EQUAL:
+        return f"The whole interval is above it: the lower end is {_number(record.ci_low)}."
+    return (
+        f"The interval reaches below it, to {_number(record.ci_low)}: on other samples of this kind the model may miss."
+    )
 
 
 def best_record(history: Sequence[RoundRecord]) -> RoundRecord:
@@ -222,16 +258,73 @@ def _drop(best: RoundRecord, last: RoundRecord) -> tuple[bool, str]:
     if last.score >= best.score - _EQUAL:
         return False, f"It equals the best, round {best.round} ({_number(best.score)})."
     lead = f"It is below round {best.round} ({_number(best.score)})"
-    keys = sorted(best.sample_scores.keys() & last.sample_scores.keys())
-    if not keys:
+    compared = compare(best, last)
+    if compared is None:
         return False, f"{lead}; without samples in common no test can tell whether beyond noise, so nothing is undone."
-    before = [best.sample_scores[key] for key in keys]
-    after = [last.sample_scores[key] for key in keys]
-    p = significance.paired_p_value(before, after)
-    # The samples in common may have moved against the weighted score: that is no evidence of a drop.
-    significant = p < NOISE_P and sum(after) < sum(before)
+    # The samples in common may have moved against the score: that is no evidence of a drop.
+    significant = not compared.within_noise and compared.difference < 0
     verdict = "beyond noise" if significant else "within noise"
-    return significant, f"{lead}, {verdict} (paired test over {len(keys)} samples, p = {p:.2g})."
+    return significant, f"{lead}, {verdict} (paired test over {compared.n} samples, p = {compared.p:.2g})."
+
+
+def compare(earlier: RoundRecord, later: RoundRecord) -> Comparison | None:
+    """The paired comparison of two rounds; None when they have no sample that counts in common.
+
+    Exact McNemar where all samples count alike and each is right or wrong, else a sign-flip test; by cluster where
+    samples have one. See `significance.paired_p_value` and `significance.paired_difference`.
+    """
+    common = earlier.sample_scores.keys() & later.sample_scores.keys()
+    weights = _sample_weights(common, later.task_weights or earlier.task_weights)
+    keys = sorted(key for key in common if weights[key] > 0)
+    if not keys:
+        return None
+    before = [weights[key] * earlier.sample_scores[key] for key in keys]
+    after = [weights[key] * later.sample_scores[key] for key in keys]
+    named = later.clusters or earlier.clusters
+    # Tasks do not share clusters, and a sample without one is its own.
+    clusters = [(key[0], named[key]) if key in named else key for key in keys] if named else None
+    change = significance.paired_difference(before, after, clusters=clusters)
+    p = significance.paired_p_value(before, after, clusters=clusters)
+    return Comparison(earlier.round, later.round, len(keys), change.difference, change.low, change.high, p)
+
+
+def leads(history: Sequence[RoundRecord], best_round: int) -> tuple[Comparison, ...]:
+    """How far `best_round` is ahead of the baseline and of the runner-up (one comparison where these are one round).
+
+    The runner-up is the best of the others, the earlier one on ties. Empty for a history of one round.
+    """
+    best = next(record for record in history if record.round == best_round)
+    others = [record for record in history if record.round != best_round]
+    if not others:
+        return ()
+    baseline = [record for record in others if record is history[0]]
+    rivals = {record.round: record for record in (*baseline, best_record(others))}
+    compared = (compare(rival, best) for rival in rivals.values())
+    return tuple(found for found in compared if found is not None)
+
+
+def describe_lead(lead: Comparison) -> str:
+    """A sentence for people, such as "ahead of the baseline by 0.12 [0.03, 0.21], beyond noise (...)"."""
+    other = "the baseline" if lead.earlier == 0 else f"round {lead.earlier}"
+    interval = "interval unknown" if lead.ci_low is None else f"[{lead.ci_low:+.3f}, {lead.ci_high:+.3f}]"
+    verdict = "within noise" if lead.within_noise else "beyond noise"
+    test = f"paired test over {lead.n} samples, p = {lead.p:.2g}"
+    return f"against {other} {lead.difference:+.3f} {interval}, {verdict} ({test})"
+
+
+def _sample_weights(keys: Collection[SampleKey], task_weights: Mapping[str, float]) -> dict[SampleKey, float]:
+    """By which factor a sample's score counts so that the mean over `keys` is the mean weighted by tasks.
+
+    Exactly 1.0 each where no weights are given, where there is one task, and where weights fit the tasks' sizes.
+    """
+    sizes = Counter(task for task, _, _ in keys)
+    weights = {task: task_weights.get(task, 1.0) for task in sizes}
+    counting = sum(size for task, size in sizes.items() if weights[task] > 0)
+    total = sum(weights.values())
+    factors = {task: weights[task] / total * counting / size if total > 0 else 0.0 for task, size in sizes.items()}
+    if not task_weights or all(abs(factor - 1) < _EQUAL for factor in factors.values()):
+        return dict.fromkeys(keys, 1.0)
+    return {key: factors[key[0]] for key in keys}
 
 
 class _Limit(NamedTuple):

@@ -73,9 +73,12 @@ def scan_part(path: Path, rules: RowRules, start: int, end: int) -> Part:
     with path.open("rb", buffering=1 << 20) as file:
         file.seek(start)
         while offset < end and (lines := file.readlines(min(_BLOCK_BYTES, end - offset))):
+            size = sum(map(len, lines))
+            while offset + size > end:
+                size -= len(lines.pop())
             faults += builder.add_lines(lines, line, offset)
             line += len(lines)
-            offset += sum(map(len, lines))
+            offset += size
     return builder.columns(), faults, line - 1
 
 

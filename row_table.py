@@ -57,7 +57,7 @@ def _stamp(file: BinaryIO) -> tuple[int, int, int]:
 
 
 class RowTable(Sequence[Row]):
-    """Rows of a JSONL file, in its order. A slice is a table over the same file.
+    """Rows of a JSONL file, in its order. A forward slice is a table over the same file.
 
     `columns` are those of exactly these rows (`row_columns.Columns`). Reading raises `DataError` when the file was
     changed, moved or removed since it was checked; a file that only has a new date is read again once, to find out.
@@ -76,10 +76,11 @@ class RowTable(Sequence[Row]):
     @overload
     def __getitem__(self, index: int) -> Row: ...
     @overload
-    def __getitem__(self, index: slice) -> RowTable: ...
-    def __getitem__(self, index: int | slice) -> Row | RowTable:
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
         if isinstance(index, slice):
-            return self.take(np.arange(len(self))[index])
+            chosen = range(len(self))[index]
+            return self.take(chosen) if chosen.step > 0 else list(self.take(chosen[::-1]))[::-1]
         position = range(len(self))[index]
         return next(self._read(position, position + 1, buffering=0))
 

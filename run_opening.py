@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import config_schema
+import cost_estimate
 import durable_files
 import round_decision
 import run_summary
@@ -38,8 +39,8 @@ def show_plan(prepared: Prepared, screen: StructuredLogger) -> None:
     screen.say(prepared.mask_preview)
 
 
-def create_run_folder(prepared: Prepared, runs_dir: Path | str, command: str) -> CheckpointManager:
-    """Make and lock the folder of a new run."""
+def create_run_folder(prepared: Prepared, runs_dir: Path | str, command: str, **state_fields: Any) -> CheckpointManager:
+    """Make and lock the folder of a new run; `state_fields` are further fields of its `state.json`."""
     config = prepared.config
     folder = CheckpointManager.create(
         runs_dir,
@@ -57,6 +58,7 @@ def create_run_folder(prepared: Prepared, runs_dir: Path | str, command: str) ->
         data_digests=prepared.data_digests,
         config_digest=_digest(redact_values(config.to_json_dict())),
         scores_are=run_summary.ON_TRAINING_DATA if prepared.on_training_data else None,
+        **state_fields,
     )
     folder.write_near_matches([match.to_json() for match in prepared.near_matches])
     return folder
@@ -150,8 +152,11 @@ def obstacle_to_going_on(
 def round_record(folder: CheckpointManager, row: Mapping[str, Any]) -> round_decision.RoundRecord:
     """A round's kept result, with the scores of its samples (epochs averaged), as `round_decision` takes it."""
     scores: dict[tuple[str, str], list[float]] = {}
+    clusters: dict[round_decision.SampleKey, str] = {}
     for sample in folder.load_samples(row["round"]):
         scores.setdefault((sample.task, sample.id), []).append(sample.score)
+        if sample.cluster is not None:
+            clusters[sample.task, sample.id, 1] = sample.cluster
     return round_decision.RoundRecord(
         round=row["round"],
         score=row["score"],
@@ -164,6 +169,8 @@ def round_record(folder: CheckpointManager, row: Mapping[str, Any]) -> round_dec
             for task in row["tasks"]
         ),
         sample_scores={(task, name, 1): sum(values) / len(values) for (task, name), values in scores.items()},
+        task_weights={task["task"]: task["weight"] for task in row["tasks"]},
+        clusters=clusters,
     )
 
 
@@ -224,7 +231,9 @@ def tell_outcome(folder: CheckpointManager, summary: Mapping[str, Any], screen: 
     screen.say(
         f"{met}: best is {best} with {summary['best_score']:.3f}{scores_are} (threshold {summary['threshold']:g})"
     )
-    cost = f", ${summary['cost']:.2f}" if summary["cost"] is not None else ""
+    for lead in summary["leads"]:
+        screen.say(f"  {lead['text']}")
+    cost = f", {cost_estimate.dollars(summary['cost'])}" if summary["cost"] is not None else ""
     tokens = summary["tokens"]
     screen.say(
         f"tokens: {tokens['train']:,} trained, {tokens['prefill']:,} prefilled, {tokens['sample']:,} sampled{cost}; "

@@ -5,10 +5,12 @@ Pure functions: results, samples and rendered rows in, plain dicts out.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import round_decision
 from evaluation import EvaluationResult, SampleResult
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ ROUND_KEYS = (
     "round",
     "score",
     "lenient_score",
+    "answered_score",
     "ci_low",
     "ci_high",
     "n",
@@ -45,12 +48,14 @@ ROUND_KEYS = (
 def measured(result: EvaluationResult, nll: float | None) -> dict[str, Any]:
     """The figures of one evaluation as `summary.rounds` holds them.
 
-    `ci_low` and `ci_high` are the 95 % interval of the score, None when that of a task is unknown (one sample).
+    `answered_score` is over the samples that did not fail, while `score` counts those as not correct. `ci_low` and
+    `ci_high` are the 95 % interval of the score, None when that of a task is unknown (one sample).
     """
     low, high = overall_interval(result)
     return {
         "score": result.score,
         "lenient_score": result.metrics.get("lenient_score"),
+        "answered_score": result.metrics.get("answered_score"),
         "ci_low": low,
         "ci_high": high,
         "n": result.n,
@@ -68,6 +73,9 @@ def measured(result: EvaluationResult, nll: float | None) -> dict[str, Any]:
                 "threshold": task.threshold,
                 "ci_low": task.ci_low,
                 "ci_high": task.ci_high,
+                "answered_score": task.answered_score,
+                "metric": task.metric,
+                "clusters": task.clusters,
             }
             for task in result.tasks
         ],
@@ -80,11 +88,13 @@ def overall_interval(result: EvaluationResult) -> tuple[float | None, float | No
 
     Square-and-add (Zou and Donner 2008, "Construction of confidence limits about effect measures"): the distance from
     the mean to each limit is the root of the summed squares of the weighted distances of the tasks. With one task it
-    is that task's interval.
+    is that task's interval. Tasks without weight do not matter.
     """
     total = sum(task.weight for task in result.tasks)
     below = above = 0.0
     for task in result.tasks:
+        if task.weight == 0:
+            continue
         if task.ci_low is None or task.ci_high is None:
             return None, None
         share = task.weight / total
@@ -93,14 +103,48 @@ def overall_interval(result: EvaluationResult) -> tuple[float | None, float | No
     return max(0.0, result.score - math.sqrt(below)), min(1.0, result.score + math.sqrt(above))
 
 
-def category_scores(samples: Iterable[SampleResult]) -> dict[str, dict[str, float | int]]:
-    """Mean score and number of samples per category, worst first; samples without a category are left out."""
-    scores: dict[str, list[float]] = {}
-    for sample in samples:
-        if sample.category is not None:
-            scores.setdefault(sample.category, []).append(sample.score)
-    means = {name: {"score": sum(values) / len(values), "n": len(values)} for name, values in scores.items()}
-    return dict(sorted(means.items(), key=lambda item: (item[1]["score"], item[0])))
+def by_category(samples: Iterable[SampleResult]) -> dict[str, list[SampleResult]]:
+    """The samples of each category. Where several tasks have categories, a name is "task: category".
+
+    Left out are samples without a category, and those that failed or have no grade: they say nothing of the model.
+    """
+    graded = [s for s in samples if s.category is not None and not s.error and not s.grade_missing]
+    several = len({sample.task for sample in graded}) > 1
+    found: dict[str, list[SampleResult]] = {}
+    for sample in graded:
+        found.setdefault(f"{sample.task}: {sample.category}" if several else str(sample.category), []).append(sample)
+    return found
+
+
+def category_scores(samples: Iterable[SampleResult]) -> dict[str, dict[str, Any]]:
+    """Score, 95 % interval and number of samples of each category: where the model is weak, the surest first.
+
+    Ordered by the upper end of the interval, so that a category is weak by evidence and not by having two samples; an
+    unknown interval comes last. See `by_category` for which samples count. Epochs of a sample are averaged.
+    """
+    import significance
+
+    groups: dict[str, dict[tuple[str, str], list[SampleResult]]] = {}
+    for name, members in by_category(samples).items():
+        for sample in members:
+            groups.setdefault(name, {}).setdefault((sample.task, sample.id), []).append(sample)
+    found: dict[str, dict[str, Any]] = {}
+    for name, by_id in groups.items():
+        scores = [sum(s.score for s in epochs) / len(epochs) for epochs in by_id.values()]
+        clusters = [epochs[0].cluster for epochs in by_id.values()]
+        low, high = significance.score_interval(scores, clusters=None if None in clusters else clusters)
+        found[name] = {"score": sum(scores) / len(scores), "n": len(scores), "ci_low": low, "ci_high": high}
+
+    def weakness(name: str) -> tuple[float, float, str]:
+        part = found[name]
+        return (math.inf if part["ci_high"] is None else part["ci_high"], part["score"], name)
+
+    return {name: found[name] for name in sorted(found, key=weakness)}
+
+
+def weakest(categories: Mapping[str, Mapping[str, Any]], count: int = 3) -> list[str]:
+    """The names of the `count` weakest of `category_scores` that are not without fault."""
+    return [name for name, part in categories.items() if part["score"] < 1][:count]
 
 
 def token_counts(*, trained: int, likelihood: int, samples: Sequence[SampleResult]) -> dict[str, int]:
@@ -142,9 +186,11 @@ def build_summary(
     final_state: str | None,
     price: Price | None,
     wall_s: float,
+    leads: Sequence[round_decision.Comparison],
     notes: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The content of `summary.json`. `final_checkpoint` is None when the untouched base model scored best."""
+    """The content of `summary.json`. `final_checkpoint` is None when the untouched base model scored best; `leads`
+    compare the best round with the baseline and the runner-up."""
     by_round = {row["round"]: row for row in rounds}
     tokens = add_tokens(row["tokens"] for row in rounds)
     return {
@@ -161,6 +207,14 @@ def build_summary(
         "tokens": tokens,
         "cost": money(tokens, price),
         "wall_s": wall_s,
+        "leads": [
+            {
+                **dataclasses.asdict(lead),
+                "within_noise": lead.within_noise,
+                "text": round_decision.describe_lead(lead),
+            }
+            for lead in leads
+        ],
         **notes,
         "rounds": [{key: row.get(key) for key in ROUND_KEYS} for row in rounds],
     }

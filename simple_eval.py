@@ -16,7 +16,9 @@ from error_handling import AuthenticationError, ConfigurationError, DataError, E
 from evaluation import (
     EvaluationResult,
     SampleResult,
+    TaskRules,
     closed_label_set,
+    is_cluster,
     normalise,
     refuse_failures,
     sample_category,
@@ -74,8 +76,17 @@ class Sampler(Protocol):
     async def reply(self, messages: Sequence[Mapping[str, str]], *, epoch: int = 1) -> SampledReply: ...
 
 
-def check_rows(rows: Sequence[EvalRow]) -> None:
-    """Raise `DataError`, naming file and line, for rows that cannot be scored or told apart."""
+def row_cluster(row: EvalRow, field: str, category_field: str | None = None) -> str | None:
+    """What names the row's cluster, None when the row has no usable value there: the category stands apart."""
+    value = row.category if field in ("category", category_field) else row.metadata.get(field)
+    return str(value) if is_cluster(value) else None
+
+
+def check_rows(rows: Sequence[EvalRow], *, cluster_by: str | None = None, category_field: str | None = None) -> None:
+    """Raise `DataError`, naming file and line, for rows that cannot be scored or told apart.
+
+    With `cluster_by` every row needs a text or number in that field.
+    """
     if not rows:
         raise DataError("the evaluation file holds no rows; give it at least one question with its target")
     seen: dict[str, str] = {}
@@ -86,6 +97,12 @@ def check_rows(rows: Sequence[EvalRow]) -> None:
         if row.id in seen:
             faults.append(f"{row.where}: the id {row.id!r} is already used at {seen[row.id]}")
         seen[row.id] = row.where
+        if cluster_by is not None and row_cluster(row, cluster_by, category_field) is None:
+            known = ", ".join(sorted(row.metadata)) or "none"
+            faults.append(
+                f"{row.where}: no text or number in the field {cluster_by!r} that evaluation.cluster_by names; further "
+                f"fields of the row: {known}"
+            )
     if faults:
         more = f"\n  and {len(faults) - 10} more" if len(faults) > 10 else ""
         raise DataError("these evaluation rows cannot be used:\n  " + "\n  ".join(faults[:10]) + more)
@@ -97,6 +114,8 @@ async def run_simple_evaluation(
     *,
     labels: Sequence[str] = (),
     task: str = "eval_file",
+    cluster_by: str | None = None,
+    category_field: str | None = None,
     done: Iterable[SampleResult] = (),
     on_sample: Callable[[SampleResult], None] | None = None,
     concurrency: int = 64,
@@ -105,15 +124,16 @@ async def run_simple_evaluation(
     """Ask `sampler` every row and score the replies by `evaluation.score_reply`.
 
     `labels` are the labels that a leniently scored reply must not mention beside the right one (default: the rows'
-    targets where they form a closed set). `done` are results of an interrupted attempt: those that did not fail are
-    part of the result and never asked again. `on_sample` is called with each new result as it arrives. At most
-    `concurrency` requests are in flight. The result's samples are in the order of `rows`.
+    targets where they form a closed set). `cluster_by` names the field of a row that holds what it has in common with
+    others, `category_field` the one that its category came from. `done` are results of an interrupted attempt: those
+    that did not fail are part of the result and never asked again. `on_sample` is called with each new result as it
+    arrives. At most `concurrency` requests are in flight. The result's samples are in the order of `rows`.
 
     A row whose request failed has score 0 and stays in the denominator; when more than the share `max_errors` failed,
     `EvaluationError` is raised after all were asked. A refused key and errors that are no failed request end the
     evaluation at once, unchanged. Raises `DataError` for rows that cannot be scored, before any is asked.
     """
-    check_rows(rows)
+    check_rows(rows, cluster_by=cluster_by, category_field=category_field)
     if concurrency < 1:
         raise ConfigurationError(f"concurrency must be at least 1, got {concurrency}")
     labels = tuple(labels) or closed_label_set([row.target for row in rows])
@@ -130,7 +150,8 @@ async def run_simple_evaluation(
 
     async def worker() -> None:
         for row in queue:
-            result = await _ask(sampler, row, labels, task)
+            cluster = row_cluster(row, cluster_by, category_field) if cluster_by else None
+            result = await _ask(sampler, row, labels, task, cluster)
             results[row.id] = result
             if on_sample is not None:
                 on_sample(result)
@@ -146,10 +167,10 @@ async def run_simple_evaluation(
         raise ended_by
     ordered = [results[row.id] for row in rows]
     refuse_failures(ordered, max_errors)
-    return summarise(ordered)
+    return summarise(ordered, rules={task: TaskRules(metric="accuracy")})
 
 
-async def _ask(sampler: Sampler, row: EvalRow, labels: Sequence[str], task: str) -> SampleResult:
+async def _ask(sampler: Sampler, row: EvalRow, labels: Sequence[str], task: str, cluster: str | None) -> SampleResult:
     known: dict[str, Any] = {
         "task": task,
         "id": row.id,
@@ -158,6 +179,7 @@ async def _ask(sampler: Sampler, row: EvalRow, labels: Sequence[str], task: str)
         "target": row.target,
         "category": sample_category(row.category, row.target, labels),
         "metadata": dict(row.metadata),
+        "cluster": cluster,
     }
     loop = asyncio.get_running_loop()
     started = loop.time()

@@ -471,26 +471,6 @@ def trained_nll(data: Sequence[tinker.Datum], outputs: Sequence[Mapping[str, Any
     return total, weight_sum
 
 
-async def mean_nll(
-    client: tinker.TrainingClient, data: Sequence[tinker.Datum], *, chunk: int = 64, watch: Watch | None = None
-) -> float:
-    """Negative log-likelihood per weighted token (nats) of `data` under the client's weights, without training.
-
-    Raises `ValueError` when nothing carries weight.
-    """
-    total = weight_sum = 0.0
-    for start in range(0, len(data), chunk):
-        part = list(data[start : start + chunk])
-        forward = client.forward(part, "cross_entropy")
-        output = await wait_for(forward, "the likelihood of the evaluation targets", watch=watch)
-        nll, weights = trained_nll(part, output.loss_fn_outputs)
-        total += nll
-        weight_sum += weights
-    if weight_sum <= 0:
-        raise ValueError("no token of the data carries weight, so its likelihood per token is undefined")
-    return total / weight_sum
-
-
 async def group_losses(
     client: tinker.TrainingClient,
     groups: Mapping[str, Sequence[tinker.Datum]],

@@ -2,6 +2,7 @@
 
     python trainer_with_eval.py --config eval_loop_config.json learning_rate=2e-4
     python trainer_with_eval.py --config eval_loop_config.json --dry-run
+    python trainer_with_eval.py --config eval_loop_config.json --tune 12
     python trainer_with_eval.py --resume
 
 Measure the base model; then select rows, train a round, checkpoint, evaluate, submit and decide, until the target is
@@ -21,6 +22,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,8 +68,21 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run", action="store_true", help="check configuration, data, tasks and model, show the plan, and stop"
     )
+    parser.add_argument(
+        "--tune",
+        type=positive,
+        metavar="N",
+        help="search learning rate and LoRA rank over N short runs, and write the best configuration",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
     return parser
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more, for argparse."""
+    if text.isascii() and text.isdigit() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, got {text!r}")
 
 
 async def loop(run: TrainingRun) -> dict[str, Any]:
@@ -101,6 +116,7 @@ async def run_loop(
     is given it must be the run's own but for limits that may be raised. Raises `EvalLoopError`s; the run folder says
     `interrupted` or `failed` then, and can be resumed.
     """
+    import cost_estimate
     import run_opening
     import tinker_backend
     from checkpoint_manager import CheckpointManager, resolve_run
@@ -118,6 +134,8 @@ async def run_loop(
                 prepared = prepare(reopening.config, backend, warmup_steps=warmup_steps)
                 run_opening.refuse_changed_inputs(folder, prepared)
                 run_opening.show_plan(prepared, screen)
+                if not folder.is_done(0, "baseline"):
+                    cost_estimate.refuse_over_budget("the baseline", prepared.estimate.baseline, prepared.config)
                 if dry_run:
                     screen.say("dry run: the run can go on as planned; nothing was changed")
                     return {}
@@ -129,6 +147,7 @@ async def run_loop(
     with open_for_checks(adopt=config.init_from, adopt_from=runs_dir) as backend:
         prepared = prepare(config, backend)
     run_opening.show_plan(prepared, screen)
+    cost_estimate.refuse_over_budget("the baseline", prepared.estimate.baseline, config)
     if dry_run:
         screen.say("dry run: all of this was checked; nothing was trained, sampled or saved")
         return {}
@@ -139,10 +158,46 @@ async def run_loop(
         return await to_the_end(prepared, folder, backend, console=console)
 
 
-async def to_the_end(
-    prepared: Prepared, folder: CheckpointManager, backend: Backend, *, console: bool
+async def tune(
+    config: TrainingConfig | None,
+    *,
+    trials: int | None = None,
+    runs_dir: Path | str = DEFAULT_RUNS_DIR,
+    resume: str | None = None,
+    dry_run: bool = False,
+    command: str = "",
+    console: bool = True,
 ) -> dict[str, Any]:
-    """Work on an open run until it is finished, leaving its state true whatever ends it."""
+    """Search learning rate and rank over `trials` short runs; see `hyperparameter_search.search`."""
+    import hyperparameter_search
+
+    def run_trial(search_dir: Path) -> hyperparameter_search.RunTrial:
+        return partial(to_the_end, console=console, resume_from=search_dir)
+
+    return await hyperparameter_search.search(
+        config,
+        run_trial,
+        trials=trials,
+        runs_dir=runs_dir,
+        resume=resume,
+        dry_run=dry_run,
+        command=command,
+        console=console,
+    )
+
+
+async def to_the_end(
+    prepared: Prepared,
+    folder: CheckpointManager,
+    backend: Backend,
+    *,
+    console: bool,
+    resume_from: Path | None = None,
+) -> dict[str, Any]:
+    """Work on an open run until it is finished, leaving its state true whatever ends it.
+
+    `resume_from` is what a person resumes when it is interrupted (default: the run's own folder).
+    """
     import run_opening
     from logger import StructuredLogger
     from training_run import TrainingRun
@@ -151,7 +206,7 @@ async def to_the_end(
     for note in folder.notes:
         log.warn(note)
     log.say(f"run {folder.run_id}")
-    resume_command = shlex.join([sys.executable, sys.argv[0], "--resume", str(folder.run_dir)])
+    resume_command = shlex.join([sys.executable, sys.argv[0], "--resume", str(resume_from or folder.run_dir)])
     if backend.kind == "embedded":
         resume_command = f"TINKER_MOCK=1 {resume_command}"
     try:
@@ -206,14 +261,32 @@ def load_config(args: argparse.Namespace, overrides: Sequence[str]) -> TrainingC
     if path is None and args.resume is None:
         raise ConfigurationError("--config FILE is needed (or --resume to continue a run); see --help")
     if path is None and overrides:
-        from checkpoint_manager import resolve_run
-
-        path = str(resolve_run(args.runs_dir, args.resume or None) / "config.json")
+        path = str(resumed_folder(args) / "config.json")
     if path is None:
         return None
     config = config_schema.load_and_validate_config(path, overrides)
     config_schema.check_environment(config, os.environ)
     return config
+
+
+def resumed_folder(args: argparse.Namespace) -> Path:
+    """The folder of the run, or of the search, that the command line resumes."""
+    if is_tuning(args):
+        from search_folder import resolve_search
+
+        return resolve_search(args.runs_dir, args.resume)
+    from checkpoint_manager import resolve_run
+
+    return resolve_run(args.runs_dir, args.resume or None)
+
+
+def is_tuning(args: argparse.Namespace) -> bool:
+    """Whether the command line is about a search: it says so, or resumes the folder of one."""
+    if args.tune is not None or not args.resume:
+        return args.tune is not None
+    from search_folder import is_search
+
+    return is_search(Path(args.runs_dir, args.resume)) or is_search(Path(args.resume))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -224,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = [
         word
         for before, word in zip(["", *words], words, strict=False)
-        if "=" in word and not word.startswith("-") and before not in ("--config", "--runs-dir")
+        if "=" in word and not word.startswith("-") and before not in ("--config", "--runs-dir", "--tune")
     ]
     args = build_parser().parse_args([word for word in words if word not in overrides])
     if args.overrides:
@@ -237,8 +310,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from logger import redact, visible
 
         config = load_config(args, overrides)
+        work = partial(tune, trials=args.tune) if is_tuning(args) else run_loop
         summary = asyncio.run(
-            run_loop(
+            work(
                 config,
                 runs_dir=args.runs_dir,
                 resume=args.resume,

@@ -10,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import adapter_effect
+import cost_estimate
 import data_loader
 import evalops_client
 import hyperparam_utils
+import paid_tokens
 import preparation
 import round_decision
 import run_opening
@@ -40,6 +43,7 @@ from step_pipeline import StepPipeline
 if TYPE_CHECKING:
     import tinker
 
+    from evaluation import SampleResult
     from preparation import Prepared
 
 T = TypeVar("T")
@@ -179,6 +183,7 @@ class TrainingRun:
         if self.folder.is_done(0, "baseline"):
             return
         self.folder.start_phase(0, "baseline")
+        await self._try_the_engine()
         model_path = None
         if self.config.init_from:
             client = await self.client(0)
@@ -247,9 +252,9 @@ class TrainingRun:
         # The guard looks at the rows that would be trained on: measuring the whole supply would cost a round.
         candidates = list({chosen.row.id: chosen.row for chosen in choose(row_losses={}).rows}.values())
         groups = {row.id: [ex.datum for ex in self.prepared.loader.render(row)] for row in candidates}
-        spent = sum(datum.model_input.length for group in groups.values() for datum in group)
-        counted = self.folder.load_state().get("guard_tokens", {})
-        self.folder.update_state(guard_tokens={**counted, str(round): self._guard_tokens(round) + spent})
+        paid_tokens.note_forward(
+            self.folder, round, sum(datum.model_input.length for group in groups.values() for datum in group)
+        )
         return choose(row_losses=await tinker_backend.group_losses(await self.client(round), groups, watch=self._watch))
 
     def _batches(self, round: int) -> list[list[data_loader.Row]]:
@@ -396,12 +401,15 @@ class TrainingRun:
             )
         nll = None
         if data:
-            nll = await self._unless_stopped(tinker_backend.mean_nll(await self.client(round), data, watch=self._watch))
-        tokens = run_summary.token_counts(
-            trained=self._trained_tokens(round) if round else 0,
-            likelihood=sum(datum.model_input.length for datum in data) + self._guard_tokens(round),
-            samples=result.samples,
-        )
+            paid_tokens.note_forward(self.folder, round, sum(datum.model_input.length for datum in data))
+            client = await self.client(round)
+            likelihoods = await self._unless_stopped(adapter_effect.target_likelihoods(client, data, watch=self._watch))
+            nll = adapter_effect.mean_nll(likelihoods)
+            await self._check_effect(
+                round, data, likelihoods, result.samples, model_path=model_path, state_path=state_path
+            )
+            self.folder.write_likelihood(round, [one.to_row() for one in likelihoods])
+        tokens = paid_tokens.paid_tokens(self.folder, round)
         figures = run_summary.measured(result, nll)
         if scores_are := self._scores_are():
             figures["scores_are"] = scores_are
@@ -409,17 +417,48 @@ class TrainingRun:
         cost = run_summary.money(tokens, self.config.prices.get(self.config.base_model))
         return {**figures, "tokens": tokens, "cost": cost}
 
-    def _guard_tokens(self, round: int) -> int:
-        """Tokens that measuring the losses of the round's candidate rows took."""
-        return int(self.folder.load_state().get("guard_tokens", {}).get(str(round), 0))
-
-    def _trained_tokens(self, round: int) -> int:
-        return sum(
-            example.n_tokens
-            for step in self._batches(round)
-            for row in step
-            for example in self.prepared.loader.render(row)
+    async def _try_the_engine(self) -> None:
+        """Where a step costs nothing (the embedded engine), see that one trains before anything depends on it."""
+        if self.backend.kind != "embedded":
+            return
+        few = [example.datum for row in self._train_rows[:32] for example in self.prepared.loader.render(row)]
+        shortest = min(few, key=lambda datum: datum.model_input.length)
+        await self._unless_stopped(
+            adapter_effect.canary(
+                self.backend,
+                self.config.base_model,
+                shortest,
+                rank=self.config.lora_rank,
+                seed=self.config.seed,
+                watch=self._watch,
+            )
         )
+
+    async def _check_effect(
+        self,
+        round: int,
+        data: Sequence[tinker.Datum],
+        likelihoods: Sequence[adapter_effect.TargetLikelihood],
+        samples: Sequence[SampleResult],
+        *,
+        model_path: str | None,
+        state_path: str | None,
+    ) -> None:
+        """Refuse a trained adapter that changes nothing."""
+        if round == 0:
+            return
+        base = [adapter_effect.TargetLikelihood.from_row(row) for row in self.folder.load_likelihood(0)]
+        adapter_effect.refuse_without_effect(round, base, likelihoods, learning_rate=self.learning_rate(round))
+        same = adapter_effect.same_replies(self.folder.load_samples(0), samples)
+        if not same:
+            return
+        self.log.warn(f"round {round}: all {same} replies are, word for word, those of the baseline", round=round)
+        start = self.result(0)["checkpoint"]
+        model = None if start else self.config.base_model
+        before = await self.backend.create_sampling_client(model_path=start, base_model=model)
+        after = await self.backend.create_sampling_client(model_path=model_path, state_path=state_path)
+        paid_tokens.note_forward(self.folder, round, adapter_effect.tokens_asked_of_samplers(data))
+        await self._unless_stopped(adapter_effect.refuse_unused_adapter(round, before, after, data, watch=self._watch))
 
     def submit(self, round: int) -> None:
         """Send the round's result to EvalOps when the run is set up for it; a failure is kept for later, and told."""
@@ -460,6 +499,9 @@ class TrainingRun:
         tokens = run_summary.add_tokens(row["tokens"] for row in rows)
         price = self.config.prices.get(self.config.base_model)
         spent = self.wall_seconds()
+        expected = cost_estimate.expected_round(
+            self.prepared.estimate.round(round + 1), rows[0]["tokens"], [row["tokens"] for row in rows[1:]]
+        )
         decision = round_decision.decide(
             [run_opening.round_record(self.folder, row) for row in rows],
             self.config,
@@ -467,12 +509,10 @@ class TrainingRun:
             tokens_spent=sum(tokens.values()),
             seconds_spent=spent,
             money_spent=run_summary.money(tokens, price),
-            **(
-                {"next_tokens": sum(rows[-1]["tokens"].values()), "next_money": rows[-1]["cost"] or 0.0}
-                if round
-                else {}
-            ),
-            next_seconds=spent - self.result(round - 1)["wall_s"] if round else 0.0,
+            next_tokens=sum(expected.values()),
+            next_money=run_summary.money(expected, price) or 0.0,
+            # Before the first round only the time of an evaluation is known, which a round holds as well.
+            next_seconds=spent - self.result(round - 1)["wall_s"] if round else spent,
         )
         fields = {
             "wall_s": spent,
@@ -514,6 +554,9 @@ class TrainingRun:
             final_state=best.state_path if best else None,
             price=self.config.prices.get(self.config.base_model),
             wall_s=self.wall_seconds(),
+            leads=round_decision.leads(
+                [run_opening.round_record(self.folder, row) for row in self.results()], last["best_round"]
+            ),
             notes=notes,
         )
         self.folder.write_summary(summary)

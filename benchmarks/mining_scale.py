@@ -5,8 +5,8 @@
 
 Writes a pool of made-up rows (300 bytes each, words by Zipf's law, eight labels) into a temporary folder and measures,
 each in a process of its own: (1) comparing the pool with 1,000 evaluation items, 20 of which stand in it nearly word
-for word; (2) choosing 1,024 rows for a round after an evaluation with 200 failures, the first call (which reads the pool
-and builds the index) and the second. Targets: 30 s, and 60 s with at most 3 GB. Loading the file is not part of either.
+for word; (2) choosing 1,024 rows for a round after an evaluation with 200 failures, the first call (which builds the
+index) and the second. Targets: 30 s, and 60 s with at most 3 GB. Loading the file is not part of either.
 """
 
 from __future__ import annotations

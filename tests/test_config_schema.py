@@ -198,8 +198,6 @@ def test_the_builtin_evaluator_cannot_run_inspect_tasks(write):
         {"notify": "mail"},
         {"heldout": {"bar": 0.5}},
         {"heldout": {"test_file": "t.jsonl", "guardrails": 3}},
-        {"evaluation": {"cluster_by": "author"}},
-        {"eval_tasks": [{"task": "arc", "metric": "f1"}]},
     ],
 )
 def test_keys_that_nothing_serves_are_refused_rather_than_ignored(write, changes):

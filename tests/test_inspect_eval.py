@@ -192,8 +192,6 @@ async def test_the_named_scorer_counts_and_else_the_first(tmp_path: Path) -> Non
     )
     assert {task.task: task.score for task in result.tasks} == {"two_scorers": 1.0, "own/strict": 0.0}
     assert result.score == 0.25
-    with pytest.raises(EvaluationError, match="no scorer 'exat'; it has always, exact"):
-        await run(sampler, tmp_path, small("two_scorers", scorer="exat"))
 
 
 async def test_a_grader_s_failure_is_a_failed_sample(tmp_path: Path) -> None:

@@ -6,11 +6,14 @@ from html.parser import HTMLParser
 
 import pytest
 
+import evaluation
 import report
+import run_summary
 from checkpoint_manager import CheckpointManager
 from error_handling import DataError, RunNotFoundError
 from evaluation import SampleResult
 from logger import StructuredLogger
+from significance import wilson_interval
 
 EVIL = "<script>alert('x')</script>\x1b[31m{{ 7*7 }}"
 
@@ -186,25 +189,46 @@ def test_a_damaged_record_is_an_error_that_names_its_line(manager):
         report.write_report(manager.run_dir.parent)
 
 
-def test_categories_are_scored_by_round_the_weakest_first():
+def test_categories_are_scored_by_round_the_surest_weakness_first():
     def row(id, category, score):
         return SampleResult("t", id, 1, "q", "a", "r", score, category=category)
 
-    table = report.category_table(
-        {
-            0: [row("1", "x", 0.0), row("2", "y", 0.0)],
-            1: [row("1", "x", 1.0), row("2", "y", 0.0), row("3", "y", 1.0), row("4", None, 0.0)],
-        }
-    )
+    first = [row("1", "x", 0.0), row("2", "y", 0.0)]
+    last = [row("1", "x", 1.0), *(row(f"y{n}", "y", float(n < 2)) for n in range(4)), row("4", None, 0.0)]
+    table = report.category_table({0: first, 1: last})
+    alone = {"n": 1, "ci_low": None, "ci_high": None}
+    low, high = wilson_interval(2, 4)
     assert table == {
         "rounds": [0, 1],
         "rows": [
-            {"category": "y", "cells": [(0.0, 1), (0.5, 2)]},
-            {"category": "x", "cells": [(0.0, 1), (1.0, 1)]},
+            {
+                "category": "y",
+                "cells": [{"score": 0.0, **alone}, {"score": 0.5, "n": 4, "ci_low": low, "ci_high": high}],
+            },
+            {"category": "x", "cells": [{"score": 0.0, **alone}, {"score": 1.0, **alone}]},
         ],
         "left_out": 0,
     }
     assert report.category_table({0: [row("1", None, 1.0)]}) is None
+
+
+def test_the_weakest_categories_are_shown_with_examples_and_the_answered_share_with_the_failures(manager):
+    for n in range(20):
+        category = ("billing", "login")[n % 2]
+        reply = "a wrong reply" if category == "login" and n < 12 else category
+        right = float(reply == category)
+        manager.append_sample(
+            0, SampleResult("t", f"s{n:02d}", 1, f"ask {n}", category, reply, right, category=category)
+        )
+    manager.append_sample(0, SampleResult("t", "lost", 1, "ask", "login", "", 0.0, error="HTTP 503", category="login"))
+    figures = run_summary.measured(evaluation.summarise(manager.load_samples(0)), None)
+    manager.save_round_result(0, figures)
+    text = " ".join(Page(report.write_report(manager.run_dir)[-1].read_text("utf-8")).text.split())
+    assert "Where the baseline is weakest login: 0.400 [0.168, 0.687] (n = 10)" in text
+    weakest, rest = text.split("Where the baseline is weakest")[1].split("What the baseline got wrong")
+    assert [name for name in re.findall(r"s\d\d", weakest)] == ["s01", "s03"]
+    assert [name for name in re.findall(r"s\d\d|lost", rest)] == ["s05", "s07", "s09", "s11", "lost"]
+    assert "Baseline: 0.700 of the 20 answered, 1 of 21 failed." in text
 
 
 def test_a_score_without_interval_is_plotted_and_several_tasks_get_a_table(manager):
@@ -213,6 +237,12 @@ def test_a_score_without_interval_is_plotted_and_several_tasks_get_a_table(manag
     assert is_png(data)
     assert report.score_plot([{"round": 0}], 0.5) is None
     task = {"score": 0.5, "n": 10, "errors": 1, "ci_low": None, "ci_high": None}
-    manager.save_round_result(0, {"score": 0.5, "tasks": [{**task, "task": "one"}, {**task, "task": "two"}]})
+    manager.save_round_result(
+        0,
+        {
+            "score": 0.5,
+            "tasks": [{**task, "task": "one"}, {**task, "task": "two", "answered_score": 5 / 9, "metric": "f1 of x"}],
+        },
+    )
     text = Page(report.write_report(manager.run_dir)[-1].read_text("utf-8")).text
-    assert re.search(r"baseline\s*two\s*0\.500\s*-\s*10\s*1", text)
+    assert re.search(r"baseline\s*two\s*0\.500\s*-\s*10\s*1\s*0\.556\s*f1 of x", text)

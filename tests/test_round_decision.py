@@ -1,3 +1,4 @@
+import itertools
 import math
 from typing import Any
 
@@ -5,7 +6,16 @@ import pytest
 
 from config_schema import TrainingConfig
 from error_handling import EvaluationError
-from round_decision import RoundRecord, TaskScore, best_record, decide, target_met
+from round_decision import (
+    RoundRecord,
+    TaskScore,
+    best_record,
+    compare,
+    decide,
+    describe_lead,
+    leads,
+    target_met,
+)
 
 
 def settings(**changes):
@@ -287,3 +297,114 @@ def test_every_reason_is_made_of_sentences():
         assert reason[0].isupper()
         assert reason.endswith(".")
         assert "  " not in reason
+
+
+def test_a_target_that_is_met_says_how_sure_that_is():
+    def reason(low, **changes):
+        high = None if low is None else 0.95
+        return after(record(0, 0.1), record(1, 0.9, ci_low=low, ci_high=high), config=settings(**changes)).reason
+
+    assert "The whole interval is above it: the lower end is 0.860." in reason(0.86)
+    assert "The interval reaches below it, to 0.840" in reason(0.84)
+    assert "no interval" in reason(None)
+    assert "The whole interval is above it" in reason(0.85, decision={"target_rule": "lower_bound"})
+
+
+def test_the_best_round_is_compared_with_the_baseline_and_the_runner_up():
+    # Of 40 samples 10, 24 and 30 are right, always the first ones: no pair turns from right to wrong.
+    history = [measured(0, 10), measured(1, 24), measured(2, 30), measured(3, 20)]
+    over_baseline, over_runner_up = leads(history, best_round=2)
+    assert (over_baseline.earlier, over_baseline.later, over_baseline.n) == (0, 2, 40)
+    assert over_baseline.difference == pytest.approx(0.5)
+    assert over_baseline.p == pytest.approx(2 * 0.5**20)  # 20 discordant pairs, all one way
+    assert not over_baseline.within_noise
+    assert (over_runner_up.earlier, over_runner_up.difference) == (1, pytest.approx(0.15))
+    assert over_runner_up.p == pytest.approx(2 * 0.5**6)  # 0.031
+    assert "against the baseline +0.500 [" in describe_lead(over_baseline)
+    assert "against round 1 +0.150 [" in describe_lead(over_runner_up)
+    assert over_runner_up.ci_low < 0.15 < over_runner_up.ci_high
+
+
+def test_a_lead_of_five_samples_is_within_noise_and_one_rival_gives_one_lead():
+    (lead,) = leads([measured(0, 10), measured(1, 15)], best_round=1)
+    assert lead.p == pytest.approx(2 * 0.5**5)  # 0.0625
+    assert "within noise" in describe_lead(lead)
+    assert leads([measured(0, 10)], best_round=0) == ()
+    # A base model that was best is compared with the best of the rounds.
+    (behind,) = leads([measured(0, 30), measured(1, 10), measured(2, 20)], best_round=0)
+    assert (behind.earlier, behind.later, behind.difference) == (2, 0, pytest.approx(0.25))
+
+
+def test_tasks_count_in_a_comparison_as_they_do_in_the_score():
+    def weighed(number, small, large, weights):
+        scores = {("small", str(i), 1): float(i < small) for i in range(4)}
+        scores |= {("large", str(i), 1): float(i < large) for i in range(12)}
+        return RoundRecord(number, 0.5, sample_scores=scores, task_weights=weights)
+
+    def difference(weights):
+        return compare(weighed(0, 0, 6, weights), weighed(1, 4, 3, weights)).difference
+
+    # small: 0 -> 1, large: 0.5 -> 0.25
+    assert difference({"small": 1.0, "large": 1.0}) == pytest.approx((1.0 - 0.25) / 2)
+    assert difference({"small": 1.0, "large": 3.0}) == pytest.approx((1.0 - 3 * 0.25) / 4)
+    assert difference({}) == pytest.approx((4 - 3) / 16)
+    assert difference({"small": 0.0, "large": 1.0}) == pytest.approx(-0.25)
+    assert compare(weighed(0, 0, 6, {}), record(1, 0.5)) is None
+
+
+def test_weights_that_fit_the_sizes_leave_the_exact_test_in_place():
+    def both(number, right):
+        scores = {("a", str(i), 1): float(i < right) for i in range(8)} | {("b", "x", 1): 1.0}
+        return RoundRecord(number, 0.5, sample_scores=scores, task_weights={"a": 8.0, "b": 1.0})
+
+    assert compare(both(0, 0), both(1, 5)).p == pytest.approx(2 * 0.5**5)
+
+
+def test_samples_of_one_cluster_are_no_independent_evidence_of_a_drop():
+    best, last = measured(1, 20), measured(2, 10)
+    assert after(record(0, 0.1), best, last).rollback_to == 1  # 10 pairs, all worse: p = 0.002
+    clusters = {("t", str(i), 1): "one text" if 10 <= i < 20 else str(i) for i in range(40)}
+    best, last = (measured(row.round, round(40 * row.score), clusters=clusters) for row in (best, last))
+    decision = after(record(0, 0.1), best, last)
+    assert decision.rollback_to is None
+    assert "within noise (paired test over 40 samples, p = 1)" in decision.reason
+
+
+def expected_decision(rights, config):
+    """(action, status, best round, rollback) of rounds that differ in how many of 40 samples are right: the rules in
+    the order in which the README states them, written anew."""
+    last = len(rights) - 1
+    top = rights.index(max(rights))
+    if rights[last] / 40 >= config.eval_threshold:
+        return "stop", "target_met", last, None
+    if last == config.max_rounds:
+        return "stop", "target_missed", top, None
+    if config.decision.patience and last - top >= config.decision.patience:
+        return "stop", "patience_spent", top, None
+    if last == 0:
+        return "continue", "baseline", 0, None
+    if top == last:
+        return "continue", "improved", last, None
+    worse_pairs = rights[top] - rights[last]
+    beyond = 2 * 0.5**worse_pairs < 0.05
+    if beyond and config.decision.on_regression == "rollback":
+        return "continue", "rolled_back", top, top
+    return "continue", "not_improved", top, None
+
+
+def test_every_history_of_four_rounds_under_every_setting_is_decided_by_the_rules():
+    counted = 0
+    for length in (1, 2, 3, 4):
+        for rights in itertools.product((0, 20, 25, 26, 36), repeat=length):
+            history = [measured(number, right) for number, right in enumerate(rights)]
+            for patience, on_regression, max_rounds in itertools.product((None, 2), ("rollback", "continue"), (3, 9)):
+                config = settings(
+                    max_rounds=max_rounds, decision={"patience": patience, "on_regression": on_regression}
+                )
+                got = after(*history, config=config)
+                wanted = expected_decision(rights, config)
+                assert (got.action, got.status, got.best_round, got.rollback_to) == wanted, (rights, config.decision)
+                assert (got.next_lr is None) is (got.action == "stop")
+                assert got.reason.startswith(("Round", "The base model"))
+                counted += 1
+    assert counted == 8 * (5 + 25 + 125 + 625)

@@ -270,32 +270,6 @@ def test_a_missing_state_is_told(backend):
         backend.state_info("tinker://no-such-session:train:0/weights/none")
 
 
-async def test_likelihood_counts_only_weighted_tokens(backend):
-    client = await backend.create_training_client(MODEL, rank=4, seed=1)
-    tokens = [11, 23, 5, 8, 40]
-    both = await tinker_backend.mean_nll(client, [datum(tokens, [0, 0, 0, 1, 1])])
-    parts = [
-        await tinker_backend.mean_nll(client, [datum(tokens, weights)])
-        for weights in ([0, 0, 0, 1, 0], [0, 0, 0, 0, 1])
-    ]
-    assert both == pytest.approx(sum(parts) / 2, abs=1e-5)
-    with pytest.raises(ValueError, match="no token"):
-        await tinker_backend.mean_nll(client, [datum(tokens, [0, 0, 0, 0, 0])])
-
-
-async def test_training_moves_the_likelihood_and_an_update_of_zero_does_not(backend):
-    client = await backend.create_training_client(MODEL, rank=4, seed=1)
-    data = [datum([11, 23, 5, 8, 40], [0, 0, 1, 1, 1])]
-    before = await tinker_backend.mean_nll(client, data)
-    for rate, expect_change in ((0.0, False), (1e-2, True)):
-        step = await tinker_backend.forward_backward_async(client, data)
-        update = await tinker_backend.optim_step_async(client, rate)
-        await tinker_backend.wait_for(step, "a step")
-        await tinker_backend.wait_for(update, "an update")
-        after = await tinker_backend.mean_nll(client, data)
-        assert (after < before) if expect_change else (after == pytest.approx(before, abs=1e-6))
-
-
 async def sampler(backend, **settings) -> chat_sampler.ChatSampler:
     chat_format = rendering.get_chat_format(MODEL, backend.get_tokenizer(MODEL))
     client = await backend.create_sampling_client(base_model=MODEL)

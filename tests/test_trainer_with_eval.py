@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 
 import config_schema
+import data_loader
+import row_files
 import trainer_with_eval
 from error_handling import CheckpointError, ConfigurationError, EvalLoopError, TrainingError
 
@@ -98,6 +100,23 @@ def scores(summary: dict[str, Any]) -> list[tuple[Any, ...]]:
     return [
         (row["round"], row["score"], row["nll"], row["learning_rate"], row["decision"]) for row in summary["rounds"]
     ]
+
+
+def test_a_large_file_is_read_and_rendered_as_its_rows_are_chosen(tmp_path, monkeypatch):
+    for module, name, value in ((row_files, "HELD_ROWS", 30), (data_loader, "HELD_ROWS", 30)):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(data_loader, "CHECKED_ROWS", 5)
+    train = tmp_path / "train.jsonl"
+    rows = [{"prompt": f"Question {n}", "completion": "long " * (900 if n % 2 else 1)} for n in range(60)]
+    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"train_file": str(train), "steps_per_round": 1, "batch_size": 8, "max_rounds": 1, "warmup_steps": None}
+    summary, run_dir = run(tmp_path, **changes, evaluation={"evaluator": "simple", "max_tokens": 1})
+    assert [row["rows"] for row in summary["rounds"]] == [0, 8]
+    chosen = [json.loads(line)["id"] for line in (run_dir / "selection" / "round_01.jsonl").read_text().splitlines()]
+    assert len(set(chosen)) == 8
+    assert all((int(name.split(":")[1]) - 1) % 2 == 0 for name in chosen)
+    warnings = [row["message"] for row in events(run_dir, "warning")]
+    assert any("cannot be trained on, so others took their places" in warning for warning in warnings)
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +214,26 @@ def test_the_same_seed_gives_the_same_run_to_the_bit(memorised, tmp_path):
     assert {key: row["output"] for key, row in samples(again_dir, 1).items()} == {
         key: row["output"] for key, row in samples(run_dir, 1).items()
     }
+
+
+def test_a_budget_that_round_one_could_pass_stops_before_it_and_one_that_the_baseline_could_pass_before_that(
+    tmp_path, capsys, memorised
+):
+    spent = [row["tokens"] for row in memorised[0]["rounds"]]
+    # Every row is trained ten times, so the mean is exact; 20 replies have at most 12 tokens.
+    round_one = spent[1]["train"] + spent[1]["prefill"] + 20 * 12
+    limit = sum(spent[0].values()) + round_one - 1
+    summary, run_dir = run(tmp_path, budget={"tokens": limit})
+    assert [row["decision"] for row in summary["rounds"]] == ["budget_spent"]
+    assert f"one more round of about {round_one:,} tokens would pass it" in summary["reason"]
+    assert sum(summary["tokens"].values()) <= limit
+    assert not events(run_dir, "step")
+    runs_dir = tmp_path / "none"
+    upper = spent[0]["prefill"] + 20 * 12
+    config = write_config(tmp_path, budget={"tokens": upper - 1})
+    assert main("--config", config, "--runs-dir", runs_dir) == 2
+    assert f"up to {upper:,} more would pass budget.tokens={upper - 1}" in capsys.readouterr().err
+    assert not runs_dir.exists()
 
 
 def test_a_learning_rate_of_nearly_nothing_leaves_the_baseline(memorised, tmp_path):
@@ -437,7 +476,7 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path, capsys, monkeypat
     monkeypatch.chdir(tmp_path)
     assert main("--config", config, "--dry-run") == 0
     shown = capsys.readouterr().out
-    for part in ("stand-in", "trained tokens", "plan: up to 4 rounds of 20 steps", "> ", "dry run"):
+    for part in ("stand-in", "trained tokens", "plan: up to 4 rounds of 20 steps", "baseline: ", "> ", "dry run"):
         assert part in shown
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
 
@@ -643,6 +682,11 @@ def test_a_run_killed_in_round_two_ends_as_if_it_had_not_been(memorised, tmp_pat
     summary = resume(run_dir)
 
     assert scores(summary) == scores(memorised[0])
+    # The steps done again were paid twice, and are counted twice.
+    again = sum(row["tokens"] for row in events(run_dir, "step") if row.get("superseded"))
+    assert again > 0
+    once = memorised[0]["rounds"][2]["tokens"]
+    assert summary["rounds"][2]["tokens"] == {**once, "train": once["train"] + again}
     assert adapter_bytes(run_dir, 2) == adapter_bytes(memorised[1], 2)
     # No completed phase was done again: round 1's samples, evaluation and decision are there once, untouched.
     assert {name: (run_dir / name).read_bytes() for name in before} == before

@@ -1,0 +1,44 @@
+"""A checkpoint's evaluation within a run: what fails, and what a resume asks again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from mini_run import mini_run, run_folder
+
+import chat_sampler
+import trainer_with_eval
+from error_handling import EvaluationError, ServiceError
+
+
+def test_an_evaluation_with_too_many_failures_ends_the_run_and_a_resume_asks_only_those_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("TINKER_MOCK", "1")
+    real = chat_sampler.ChatSampler.reply
+    asked: list[str] = []
+
+    def answering(failing: set[str]):
+        async def reply(self, messages, *, epoch=1):
+            question = messages[-1]["content"]
+            asked.append(question)
+            if question in failing:
+                raise ServiceError("HTTP 503")
+            return await real(self, messages, epoch=epoch)
+
+        return reply
+
+    lost = {"The colour of thing 3?", "The colour of thing 8?"}
+    monkeypatch.setattr(chat_sampler.ChatSampler, "reply", answering(lost))
+    with pytest.raises(EvaluationError, match=r"2 of 10 samples of eval_file failed, more than evaluation.max_errors"):
+        # A target of 0 is met by the baseline: nothing is trained here.
+        mini_run(tmp_path, rows=10, eval_threshold=0.0)
+    run_dir = run_folder(tmp_path)
+    assert json.loads((run_dir / "state.json").read_text())["status"] == "failed"
+    assert len(asked) == 10
+
+    asked.clear()
+    monkeypatch.setattr(chat_sampler.ChatSampler, "reply", answering(set()))
+    assert trainer_with_eval.main(["--resume", str(run_dir)]) == 0
+    assert set(asked) == lost
+    (baseline,) = json.loads((run_dir / "summary.json").read_text())["rounds"]
+    assert (baseline["n"], baseline["errors"], baseline["answered_score"]) == (10, 0, baseline["score"])
