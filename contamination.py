@@ -19,8 +19,14 @@ Rows are read once, in order, and not kept: time is linear in them and memory do
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from overlap import Asks, find_overlap, prompt_key, question_keys, question_text
@@ -41,6 +47,7 @@ _BLOCK = 4096
 _ALL_PAIRS = 20_000_000
 # Pairs of a block whose similarity is worked out in full.
 _LOOKED_AT = 64
+ROWS_WORTH_A_PROCESS = 100_000
 # Most runs of words are no item's: a table of bits says so without a search, for all but a few.
 _FILTER_BITS = 20
 _FILTER_SHIFT = 64 - _FILTER_BITS
@@ -107,27 +114,86 @@ def compare(rows: Sequence[R], items: Sequence[S], same: Collection[int] | None 
     keys = {prompt_key(item) for item in items}
     if same is None:
         same = {position for position, row in enumerate(rows) if not keys.isdisjoint(question_keys(row))}
-    texts = [question_text(item) for item in items]
-    near = NearMatcher.against(texts, rows)
-    nearest = _NearestPair[R](near.words, texts, len(rows))
-    matches = []
-    for number, block in enumerate(batches(rows, _BLOCK)):
-        encoded = near.encode([question_text(row) for row in block])
-        found = near.match(encoded)
-        start = number * _BLOCK
-        for at, (item, score) in found.items():
-            if start + at not in same:
-                row, named = block[at], items[item]
-                matches.append(NearMatch(start + at, row.id, row.where, named.id, named.where, score))
-        nearest.add(block, encoded, [at for at in range(len(block)) if at not in found and start + at not in same])
-    best = None if nearest.row is None else (nearest.row, items[nearest.item], nearest.score)
+    work = _Work(
+        tuple(question_text(item) for item in items),
+        tuple(question_text(row) for row in evenly_spaced(rows, _SAMPLED_ROWS)),
+        len(rows) * len(items) <= _ALL_PAIRS,
+    )
+    found, nearest = _scan_all(work, rows, same)
+    matches = [
+        NearMatch(position, name, where, items[item].id, items[item].where, share)
+        for position, name, where, item, share in sorted(found)
+    ]
+    best = None if nearest is None else (rows[nearest[0]], items[nearest[1]], nearest[2])
     overlap = find_overlap([rows[position] for position in sorted(same)], items)
-    return Comparison(tuple(overlap), tuple(sorted(matches, key=lambda match: match.position)), best)
+    return Comparison(tuple(overlap), tuple(matches), best)
+
+
+def _scan_all(work: _Work, rows: Sequence[Named], same: Collection[int]) -> _Found:
+    """`_scan` over all rows; those of many are shared with a second process, where there is a second processor."""
+    middle = len(rows) // 2
+    if len(rows) < ROWS_WORTH_A_PROCESS or not sys.executable or _processors() < 2:
+        return _scan(work, rows, 0, same)
+    later = {position for position in same if position >= middle}
+    helper = subprocess.Popen(
+        [sys.executable, str(Path(__file__).resolve())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert helper.stdin is not None
+        with contextlib.suppress(BrokenPipeError), helper.stdin as pipe:  # one that has ended says so by its code
+            pickle.dump((work, rows[middle:], middle, later), pipe, protocol=5)
+        helper.stdin = None
+        ours = _scan(work, rows[:middle], 0, same)
+        answer, _ = helper.communicate()
+        # A helper that was killed or could not start has compared nothing; its part is then done here.
+        theirs = _scan(work, rows[middle:], middle, later) if helper.returncode else pickle.loads(answer)
+    finally:
+        helper.kill()
+        helper.wait()
+    nearest = [found for _, found in (ours, theirs) if found is not None]
+    return ours[0] + theirs[0], max(nearest, key=lambda found: (found[2], -found[0]), default=None)
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def nearest_pair(rows: Sequence[R], items: Sequence[S]) -> tuple[R, S, float] | None:
     """The most similar (training row, evaluation row, score) that is neither the same question nor a near match."""
     return compare(rows, items).nearest
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What every part of the rows is compared with."""
+
+    items: tuple[str, ...]
+    sample: tuple[str, ...]
+    all_pairs: bool
+
+
+_Found = tuple[list[tuple[int, str, str, int, float]], tuple[int, int, float] | None]
+"""(position, row id, where, item, share) of each near match, and (position, item, similarity) of the nearest pair."""
+
+
+def _scan(work: _Work, rows: Iterable[Named], first: int, same: Collection[int]) -> _Found:
+    """Compare the rows, the first of which has the position `first`."""
+    near = NearMatcher(work.items, work.sample)
+    nearest = _NearestPair(near.words, work.items, all_pairs=work.all_pairs)
+    matches = []
+    for number, block in enumerate(batches(rows, _BLOCK)):
+        encoded = near.encode([question_text(row) for row in block])
+        found = near.match(encoded)
+        start = first + number * _BLOCK
+        for at, (item, share) in found.items():
+            if start + at not in same:
+                matches.append((start + at, block[at].id, block[at].where, item, share))
+        among = [at for at in range(len(block)) if at not in found and start + at not in same]
+        nearest.add(encoded, among, start)
+    return matches, nearest.best
 
 
 Encoded = tuple["np.ndarray", "np.ndarray"]
@@ -297,7 +363,7 @@ def _hashes(mixed: np.ndarray, n: int, starts: np.ndarray | None = None) -> np.n
     return hashes * np.uint64(_MIX)
 
 
-class _NearestPair(Generic[R]):
+class _NearestPair:
     """The pair with the highest TF-IDF cosine of all rows added.
 
     How rare a word is (idf) is told from the items alone, so that one pass over the rows is enough; a word that no item
@@ -305,13 +371,11 @@ class _NearestPair(Generic[R]):
     few items have; their similarity then counts every word.
     """
 
-    def __init__(self, words: WordTable, items: Sequence[str], n_rows: int) -> None:
+    def __init__(self, words: WordTable, items: Sequence[str], *, all_pairs: bool) -> None:
         import numpy as np
         from scipy.sparse import csr_matrix
 
-        self.row: R | None = None
-        self.item = -1
-        self.score = 0.0
+        self.best: tuple[int, int, float] | None = None
         rows, numbers, times = count_words(*words.encode(items, grow=False))
         frequencies = np.bincount(numbers, minlength=words.size)
         self._idf = np.log((1 + len(items)) / (1 + frequencies)) + 1
@@ -321,16 +385,16 @@ class _NearestPair(Generic[R]):
         shape = (len(items), words.size)
         self._items: Any = csr_matrix((weights, (rows, numbers)), shape=shape)
         limit = max(COMMON_COUNT, COMMON_SHARE * len(items))
-        telling = frequencies <= (len(items) if n_rows * len(items) <= _ALL_PAIRS else limit)
+        telling = frequencies <= (len(items) if all_pairs else limit)
         # For the number -1 of words that no item has: the last entries.
         self._telling = np.append(telling, False)
         self._square = np.append(self._idf, self._unseen) ** 2
         kept = telling[numbers]
         self._found_by: Any = csr_matrix((weights[kept], (numbers[kept], rows[kept])), shape=shape[::-1])
-        self._all_pairs = bool(telling.all())
+        self._all_pairs = all_pairs
 
-    def add(self, rows: Sequence[R], encoded: Encoded, among: Sequence[int]) -> None:
-        """Look at the rows at the positions `among`; `encoded` are their words."""
+    def add(self, encoded: Encoded, among: Sequence[int], start: int) -> None:
+        """Look at those of some rows that are `among`; `encoded` are their words, `start` the first one's position."""
         import numpy as np
 
         looked_at = np.asarray(among, dtype=np.int64)
@@ -342,9 +406,9 @@ class _NearestPair(Generic[R]):
             return
         scores = (self._vectors(_taken(encoded, looked_at)) @ self._items.T).tocoo()
         highest = int(scores.data.argmax()) if scores.nnz else 0
-        if scores.nnz and scores.data[highest] > self.score:
-            self.score, self.item = min(1.0, float(scores.data[highest])), int(scores.col[highest])
-            self.row = rows[int(looked_at[scores.row[highest]])]
+        if scores.nnz and (self.best is None or scores.data[highest] > self.best[2]):
+            position = start + int(looked_at[scores.row[highest]])
+            self.best = position, int(scores.col[highest]), min(1.0, float(scores.data[highest]))
 
     def _promise(self, encoded: Encoded) -> np.ndarray:
         """For each row about its highest similarity to an item, by telling words and without the logarithm of tf."""
@@ -386,3 +450,10 @@ def _taken(encoded: Encoded, texts: np.ndarray) -> Encoded:
     sizes = counts[texts]
     first = (np.cumsum(counts) - counts)[texts] - (np.cumsum(sizes) - sizes)
     return numbers[np.repeat(first, sizes) + np.arange(sizes.sum())], sizes
+
+
+if __name__ == "__main__":
+    # As a module of its name, whose classes the other process knows.
+    import contamination
+
+    pickle.dump(contamination._scan(*pickle.load(sys.stdin.buffer)), sys.stdout.buffer, protocol=5)

@@ -47,7 +47,13 @@ class RowSupply(Sequence[Row]):
     def __getitem__(self, index: slice) -> Sequence[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
         if isinstance(index, slice):
-            return [self[position] for position in range(len(self))[index]]
+            chosen = range(len(self))[index]
+            if chosen.step != 1:
+                return [self[position] for position in chosen]
+            bounds = [(chosen.start - start, chosen.stop - start) for start in self._starts[: len(self.parts)]]
+            return RowSupply(
+                *(part[max(0, first) : max(0, end)] for part, (first, end) in zip(self.parts, bounds, strict=True))
+            )
         position = range(len(self))[index]
         part = next(number for number, end in enumerate(self._starts[1:]) if position < end)
         return self.parts[part][position - self._starts[part]]

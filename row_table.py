@@ -70,6 +70,10 @@ class RowTable(Sequence[Row]):
         self._version = version
         self._decoder = LineDecoder()
 
+    def __reduce__(self) -> tuple[type[RowTable], tuple[Path, RowRules, Columns, FileVersion]]:
+        """For another process, which reads the same file."""
+        return RowTable, (self.path, self.rules, self.columns, self._version)
+
     def __len__(self) -> int:
         return len(self.columns)
 

@@ -181,3 +181,19 @@ def test_near_matches_of_test_items_are_left_out_even_when_overlap_is_allowed(tm
     equal = write(tmp_path, "equal.jsonl", ITEM.upper(), "Something else?")
     with pytest.raises(DataError, match=r"equal\.jsonl:1: asks .* what test item 'test:1'"):
         load_run_data(equal, eval_file=other, test_file=test, allow_overlap=True)
+
+
+def test_many_rows_are_shared_by_two_processes_and_a_lost_one_is_made_up_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(row_files, "HELD_ROWS", 3)
+    questions = [f"What about number {n}?" for n in range(9)]
+    train = write(tmp_path, "train.jsonl", *questions[:5], f"Please: {ITEM}", "Who has the boats of spring?")
+    pool = write(tmp_path, "pool.jsonl", f"{ITEM}, and why", *questions[5:])
+    eval_file = write(tmp_path, "eval.jsonl", ITEM)
+    alone = load_run_data(train, pool_file=pool, eval_file=eval_file)
+    assert [match.row_id for match in alone.near] == ["train:6", "pool:1"]
+    monkeypatch.setattr(contamination, "ROWS_WORTH_A_PROCESS", 2)
+    monkeypatch.setattr(contamination, "_processors", lambda: 2)
+    shared = load_run_data(train, pool_file=pool, eval_file=eval_file)
+    monkeypatch.setattr(contamination.sys, "executable", "/bin/false")
+    for data in (shared, load_run_data(train, pool_file=pool, eval_file=eval_file)):
+        assert (data.near, data.nearest) == (alone.near, alone.nearest)
