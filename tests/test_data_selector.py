@@ -1,6 +1,7 @@
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
@@ -396,6 +397,18 @@ def test_a_strategy_of_one_s_own_chooses_rows_or_ids(own_path):
     assert "label guard not applied: the rows are chosen by a function of your own" in chosen.notes
     assert "1 rows for 3 places: the list is cycled" in chosen.notes
     assert ids(own(own_path, "by_id", round=1)) == ["train:1"]
+
+
+def test_the_readme_s_strategy_is_one(own_path):
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
+    source = next(block for block in readme.split("```") if "def shortest_first" in block).removeprefix("python\n")
+    (own_path / "shortest.py").write_text(source)
+    train = [row("train:1", "a long question"), row("train:2", "mid size"), row("train:3", "short")]
+    chosen = select(train, count=2, seen={"train:3": 1}, strategy=f"{own_path}/shortest.py:shortest_first")
+    assert [(c.row.id, c.why) for c in chosen.rows] == [
+        ("train:2", "short: 8 characters"),
+        ("train:1", "short: 15 characters"),
+    ]
 
 
 @pytest.mark.parametrize(
