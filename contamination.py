@@ -453,7 +453,4 @@ def _taken(encoded: Encoded, texts: np.ndarray) -> Encoded:
 
 
 if __name__ == "__main__":
-    # As a module of its name, whose classes the other process knows.
-    import contamination
-
-    pickle.dump(contamination._scan(*pickle.load(sys.stdin.buffer)), sys.stdout.buffer, protocol=5)
+    pickle.dump(_scan(*pickle.load(sys.stdin.buffer)), sys.stdout.buffer, protocol=5)
