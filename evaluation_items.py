@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from contamination import NearMatcher
 from evaluation import SampleResult
+from near_matches import NearMatcher
 from overlap import fingerprint, prompt_key, question_keys, question_text
 from row_record import Row
 
 
 class EvaluationItems:
     """Evaluation rows, and the samples of tasks whose items are in no file. `supply` are the training rows, by which
-    common n-grams are told (`contamination`)."""
+    common n-grams are told (`near_matches`)."""
 
     def __init__(self, supply: Sequence[Row], rows: Sequence[Row], samples: Mapping[str, str] | None = None) -> None:
         self._supply, self._rows = supply, rows

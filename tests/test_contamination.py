@@ -7,9 +7,10 @@ import pytest
 
 import contamination
 import row_files
-from contamination import NearMatcher, compare, ngram_length
+from contamination import compare
 from data_loader import load_run_data
 from error_handling import DataError
+from near_matches import NearMatcher, ngram_length
 from row_files import Row
 
 
