@@ -288,17 +288,20 @@ def _members(keys: Array, wanted: Collection[bytes]) -> Array:
 
 def first_with_same(keys: Array) -> Array:
     """For each row the position of the first one with the same key; `keys` has the shape (rows, 2)."""
-    order = np.argsort(keys[:, 0])
-    halves = keys[order]
-    same = halves[1:, 0] == halves[:-1, 0]
-    if (same & (halves[1:, 1] != halves[:-1, 1])).any():  # by chance one half is equal and the other is not
-        order = np.lexsort((keys[:, 1], keys[:, 0]))
-        halves = keys[order]
-        same = (halves[1:] == halves[:-1]).all(axis=1)
-    opens = np.concatenate([[True], ~same]) if len(keys) else np.zeros(0, dtype=bool)
-    first = np.empty(len(keys), dtype=np.int64)
-    if len(keys):
-        first[order] = np.minimum.reduceat(order, np.flatnonzero(opens))[np.cumsum(opens) - 1]
+    halves = np.ascontiguousarray(keys[:, 0])
+    order = np.argsort(halves)
+    ordered = halves[order]
+    same = ordered[1:] == ordered[:-1]
+    at = np.flatnonzero(same)
+    if (keys[order[at], 1] != keys[order[at + 1], 1]).any():  # by chance one half is equal and the other is not
+        order = np.lexsort((keys[:, 1], halves))
+        same = (keys[order[1:]] == keys[order[:-1]]).all(axis=1)
+        at = np.flatnonzero(same)
+    first = np.arange(len(keys))
+    grouped = np.union1d(at, at + 1)  # rows that are not the only one with their key, in the order of keys
+    if len(grouped):
+        opens = np.concatenate([[True], ~same])[grouped]
+        first[order[grouped]] = np.minimum.reduceat(order[grouped], np.flatnonzero(opens))[np.cumsum(opens) - 1]
     return first
 
 
