@@ -42,7 +42,7 @@ class Columns:
     when they are equal in every field, the same `asks` when their prompts (system turn included) are equal but for
     case and spaces, the same `answer` when their targets are. `category` is a position in `categories`, -1 for none.
     `key_rows` and `keys` are the pairs of a row and what it has an answer to (`overlap.question_keys`), `id_rows` and
-    `ids` those of a row and its own id; `numbered` are rows whose own id looks like that of the row at a line.
+    `ids` those of a row and its own id; `placed_rows` have own ids that look like those of the rows at `places`.
     """
 
     offset: Array
@@ -59,8 +59,9 @@ class Columns:
     keys: Array
     id_rows: Array
     ids: Array
+    placed_rows: Array
+    places: Array
     categories: tuple[str, ...]
-    numbered: tuple[tuple[int, int], ...]
     note_rows: Array
     note_codes: Array
     notes: tuple[str, ...]
@@ -95,11 +96,10 @@ class Columns:
         place = np.full(len(self), -1, dtype=np.int64)
         place[rows] = np.arange(len(rows))
         changed: dict[str, Any] = {name: getattr(self, name)[rows] for name in _BY_ROW}
-        for name, of in (("key_rows", "keys"), ("id_rows", "ids"), ("note_rows", "note_codes")):
+        for name, of in _BY_PAIR.items():
             moved = place[getattr(self, name)]
             changed[name], changed[of] = moved[moved >= 0], getattr(self, of)[moved >= 0]
-        numbered = tuple((int(place[row]), number) for row, number in self.numbered if place[row] >= 0)
-        return Columns(**changed, categories=self.categories, numbered=numbered, notes=self.notes)
+        return Columns(**changed, categories=self.categories, notes=self.notes)
 
 
 _NUMBERS: tuple[tuple[str, Any], ...] = (
@@ -112,6 +112,7 @@ _NUMBERS: tuple[tuple[str, Any], ...] = (
     ("category", np.int32),
 )
 _DIGESTS = ("record", "asks", "answer")
+_BY_PAIR = {"key_rows": "keys", "id_rows": "ids", "placed_rows": "places", "note_rows": "note_codes"}
 _BY_ROW = (*(name for name, _ in _NUMBERS), *_DIGESTS)
 
 
@@ -144,8 +145,8 @@ class ColumnBuilder:
         self._note_rows, self._note_codes = array("q"), array("i")
         self._categories: dict[str, int] = {}
         self._notes: dict[str, int] = {}
-        self._numbered: list[tuple[int, int]] = []
-        self._own_number = re.compile(re.escape(rules.stem) + r":([1-9][0-9]*)").fullmatch
+        self._placed_rows, self._places = array("q"), array("q")
+        self._place_in = re.compile(re.escape(rules.stem) + r":([1-9][0-9]{0,17})").fullmatch
         self._has_category = {"category"} | ({rules.category_field} if rules.category_field else set())
 
     def add_lines(self, lines: list[bytes], line: int, offset: int) -> list[tuple[int, str]]:
@@ -215,8 +216,9 @@ class ColumnBuilder:
         if identity is not None:
             self._id_rows.append(self._rows)
             self._ids += id_key(identity)
-            if own := self._own_number(identity):
-                self._numbered.append((self._rows, int(own[1])))
+            if place := self._place_in(identity):
+                self._placed_rows.append(self._rows)
+                self._places.append(int(place[1]))
         code = -1 if category is None else self._categories.setdefault(category, len(self._categories))
         return 0 if identity is None else _GIVEN_ID, code
 
@@ -231,8 +233,9 @@ class ColumnBuilder:
             keys=as_keys(bytes(self._keys)),
             id_rows=np.array(self._id_rows, dtype=np.int64),
             ids=as_keys(bytes(self._ids)),
+            placed_rows=np.array(self._placed_rows, dtype=np.int64),
+            places=np.array(self._places, dtype=np.int64),
             categories=tuple(self._categories),
-            numbered=tuple(self._numbered),
             note_rows=np.array(self._note_rows, dtype=np.int64),
             note_codes=np.array(self._note_codes, dtype=np.int32),
             notes=tuple(self._notes),
@@ -285,17 +288,20 @@ def _members(keys: Array, wanted: Collection[bytes]) -> Array:
 
 def first_with_same(keys: Array) -> Array:
     """For each row the position of the first one with the same key; `keys` has the shape (rows, 2)."""
-    order = np.argsort(keys[:, 0])
-    halves = keys[order]
-    same = halves[1:, 0] == halves[:-1, 0]
-    if (same & (halves[1:, 1] != halves[:-1, 1])).any():  # by chance one half is equal and the other is not
-        order = np.lexsort((keys[:, 1], keys[:, 0]))
-        halves = keys[order]
-        same = (halves[1:] == halves[:-1]).all(axis=1)
-    opens = np.concatenate([[True], ~same]) if len(keys) else np.zeros(0, dtype=bool)
-    first = np.empty(len(keys), dtype=np.int64)
-    if len(keys):
-        first[order] = np.minimum.reduceat(order, np.flatnonzero(opens))[np.cumsum(opens) - 1]
+    halves = np.ascontiguousarray(keys[:, 0])
+    order = np.argsort(halves)
+    ordered = halves[order]
+    same = ordered[1:] == ordered[:-1]
+    at = np.flatnonzero(same)
+    if (keys[order[at], 1] != keys[order[at + 1], 1]).any():  # by chance one half is equal and the other is not
+        order = np.lexsort((keys[:, 1], halves))
+        same = (keys[order[1:]] == keys[order[:-1]]).all(axis=1)
+        at = np.flatnonzero(same)
+    first = np.arange(len(keys))
+    grouped = np.union1d(at, at + 1)  # rows that are not the only one with their key, in the order of keys
+    if len(grouped):
+        opens = np.concatenate([[True], ~same])[grouped]
+        first[order[grouped]] = np.minimum.reduceat(order[grouped], np.flatnonzero(opens))[np.cumsum(opens) - 1]
     return first
 
 
@@ -305,9 +311,9 @@ def joined(parts: Sequence[Columns]) -> Columns:
         return parts[0]
     starts = np.cumsum([0, *(len(part) for part in parts)]).tolist()
     together: dict[str, Any] = {}
-    for name in (*_BY_ROW, "keys", "ids"):
+    for name in (*_BY_ROW, "keys", "ids", "places"):
         together[name] = np.concatenate([getattr(part, name) for part in parts])
-    for name in ("key_rows", "id_rows", "note_rows"):
+    for name in _BY_PAIR:
         moved = [getattr(part, name) + start for part, start in zip(parts, starts, strict=False)]
         together[name] = np.concatenate(moved)
     for name, codes in (("categories", "category"), ("notes", "note_codes")):
@@ -317,7 +323,5 @@ def joined(parts: Sequence[Columns]) -> Columns:
             code_of = [known.setdefault(text, len(known)) for text in getattr(part, name)]
             moved.append(np.array([*code_of, -1], dtype=np.int32)[getattr(part, codes)])
         together[name], together[codes] = tuple(known), np.concatenate(moved)
-    numbered = [(row + start, line) for part, start in zip(parts, starts, strict=False) for row, line in part.numbered]
-    together["numbered"] = tuple(numbered)
     assert together.keys() == {field.name for field in fields(Columns)}
     return Columns(**together)

@@ -171,9 +171,10 @@ def _id_clashes(columns: Columns, copy_of: Array, rules: RowRules, every: RowTab
     id_rows, first = columns.id_rows[named], first_with_same(columns.ids[named])
     for index in np.flatnonzero(first != np.arange(len(first))).tolist():
         earlier[int(id_rows[index])] = int(id_rows[first[index]])
-    for position, line in columns.numbered:
-        other = int(np.searchsorted(columns.line, line))
-        if other < len(columns) and columns.line[other] == line and not columns.has_id[other]:
+    if len(columns.places):
+        others = np.minimum(np.searchsorted(columns.line, columns.places), len(columns) - 1)
+        taken = (columns.line[others] == columns.places) & ~columns.has_id[others]
+        for position, other in zip(columns.placed_rows[taken].tolist(), others[taken].tolist(), strict=True):
             earlier[max(position, other)] = min(position, other)
     unnamed = np.flatnonzero(~columns.has_id & (copy_of == np.arange(len(columns))))
     unnamed_lines = columns.line[unnamed]
