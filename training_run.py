@@ -528,7 +528,8 @@ class TrainingRun:
         if decision.rollback_to is not None:
             self._client = None
         self._done(round, "decide")
-        self.log.say(f"decision: {decision.reason}")
+        scores_are = self._scores_are()
+        self.log.say(f"decision: {decision.reason}" + (f" (scores {scores_are})" if scores_are else ""))
 
     def finish(self) -> dict[str, Any]:
         """Name the best checkpoint, write the summary and the report, and say where everything is."""
