@@ -104,7 +104,8 @@ def tell_score(row: Mapping[str, Any], max_tokens: int, log: StructuredLogger) -
         parts.append(f"{row['truncated']:.0%} of the replies cut at {max_tokens} tokens")
     interval = "" if row["ci_low"] is None else f" [{row['ci_low']:.3f}, {row['ci_high']:.3f}]"
     name = "baseline" if row["round"] == 0 else f"round {row['round']}"
-    log.say(f"{name}: validation score {row['score']:.3f}{interval} ({', '.join(parts)})")
+    kind = f"score {row['scores_are']}" if row.get("scores_are") else "validation score"
+    log.say(f"{name}: {kind} {row['score']:.3f}{interval} ({', '.join(parts)})")
     weak = run_summary.weakest(row["categories"])
     if weak:
         log.say("  weakest: " + ", ".join(_category(name, row["categories"][name]) for name in weak))

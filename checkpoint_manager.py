@@ -182,6 +182,10 @@ class CheckpointManager:
     def likelihood_path(self, round: int) -> Path:
         return self.run_dir / "likelihood" / f"round_{round:02d}.jsonl"
 
+    @property
+    def near_matches_path(self) -> Path:
+        return self.run_dir / "near_matches.jsonl"
+
     def selection_path(self, round: int) -> Path:
         return self.run_dir / "selection" / f"round_{round:02d}.jsonl"
 
@@ -372,6 +376,24 @@ class CheckpointManager:
         self._need_lock()
         self._make_folder(path.parent)
         durable_files.write_jsonl(path, rows)
+
+    def write_set_aside(self, round: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rows that the label guard kept out of `round`, for a person to look at; no file without any."""
+        if rows:
+            self._need_lock()
+            path = self.run_dir / "selection" / f"round_{round:02d}.set_aside.jsonl"
+            self._make_folder(path.parent)
+            durable_files.write_jsonl(path, redact_values(list(rows)))
+
+    def write_near_matches(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write which training rows are nearly evaluation items; no file without any."""
+        if rows:
+            self._need_lock()
+            durable_files.write_jsonl(self.near_matches_path, redact_values(list(rows)))
+
+    def load_near_matches(self) -> list[dict[str, Any]]:
+        """The rows of `write_near_matches`, empty when there is no file."""
+        return self._rows(self.near_matches_path)
 
     def load_selection(self, round: int) -> list[dict[str, Any]] | None:
         """The rows chosen for `round`, None when none were chosen yet."""

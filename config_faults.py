@@ -15,7 +15,8 @@ from config_file import KeyPath, dotted, in_json
 Fault = tuple[KeyPath, str]
 """Where, and what is wrong there."""
 
-UNAVAILABLE = frozenset({"trackers", "notify", "heldout"})
+UNAVAILABLE = frozenset({"trackers", "notify"})
+UNAVAILABLE_IN_HELDOUT = ("family", "metric", "bar", "guardrails", "criteria")
 """Keys that are part of the design and that no program serves yet: refused rather than ignored."""
 
 # An unknown key that looks like a credential is answered with the environment variable that takes it.
@@ -59,6 +60,8 @@ def explain(error: Any, known_beside: Callable[[KeyPath], list[str]], leaves: Co
     kind, wanted, got = error["type"], error.get("ctx", {}), in_json(error.get("input"))
     if UNAVAILABLE.intersection(path[:2]):
         return path, not_available(str(path[0]))
+    if path[0] == "heldout" and len(path) > 1 and path[1] in UNAVAILABLE_IN_HELDOUT:
+        return path, not_available(str(path[1]))
     if kind == "extra_forbidden":
         return path, f"unknown key{_nearest(path, known_beside(path), leaves)}"
     if kind == "missing":

@@ -98,18 +98,27 @@ class DecisionConfig(StrictModel):
     )
 
 
+STRATEGIES = ("balanced_failures", "balanced", "failures", "random", "none")
+
+
 class SelectionConfig(StrictModel):
     """Which rows a round trains on after a missed one."""
 
-    strategy: Literal["balanced_failures", "balanced", "failures", "random", "none"] = Field(
+    strategy: Text = Field(
         default="balanced_failures",
         description="`balanced`: spread over the evaluation's categories. `failures`: nearest to the failed samples. "
-        "`balanced_failures`: both. `random`: the control. `none`: the file in its shuffled order.",
+        "`balanced_failures`: both. `random`: the control. `none`: the file in its order. Or your own, as "
+        "`package.module:function`.",
     )
     pool_file: Text | None = Field(default=None, description="Further labelled rows that later rounds may draw on.")
     hard_fraction: Share = Field(default=0.25, description="Share of a round, 0..1, chosen nearest to the failures.")
     max_repeats: Count = Field(default=1, description="How often one row may be listed for a round, at least 1.")
     label_guard: bool = Field(default=True, description="Set rows aside whose label looks wrong, and list them.")
+    embedding_model: Text | None = Field(
+        default=None,
+        description="What tells the rows nearest to a failure. null: the words they share (TF-IDF). Else a Hugging "
+        "Face folder or name (safetensors), or a function of texts, as `package.module:function`.",
+    )
 
 
 class BudgetConfig(StrictModel):
@@ -121,9 +130,11 @@ class BudgetConfig(StrictModel):
 
 
 class HeldoutConfig(StrictModel):
-    """The scoreboard's settings. Not available in this version."""
+    """What is kept for the final test. Of the scoreboard's settings only the file is used in this version."""
 
-    test_file: Text | None = Field(default=None, description="Not available in this version.")
+    test_file: Text | None = Field(
+        default=None, description="Rows kept for a final test: training or pool rows that ask the same are refused."
+    )
     family: Text | None = Field(default=None, description="Not available in this version.")
     metric: Text | None = Field(default=None, description="Not available in this version.")
     bar: Share | None = Field(default=None, description="Not available in this version.")

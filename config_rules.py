@@ -5,15 +5,18 @@ Pure: a `config_schema.TrainingConfig` in, faults out. `config_schema` calls `co
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import hyperparam_utils
-from config_faults import UNAVAILABLE, not_available
-from config_file import KeyPath, dotted
+from config_faults import UNAVAILABLE, UNAVAILABLE_IN_HELDOUT, not_available
+from config_file import KeyPath, dotted, in_json
+from config_groups import STRATEGIES
 from error_handling import ConfigurationError
+from import_paths import is_import_path
 
 if TYPE_CHECKING:
     from config_schema import TrainingConfig
@@ -37,6 +40,7 @@ def contradictions(config: TrainingConfig) -> Iterator[Contradiction]:
     """Every pair of values that cannot both be meant, and every key that is not served yet."""
     yield from _unavailable(config)
     yield from _evaluation(config)
+    yield from _selection(config)
     yield from _schedule(config)
     yield from _services(config)
 
@@ -46,6 +50,9 @@ def _unavailable(config: TrainingConfig) -> Iterator[Contradiction]:
         value, default = getattr(config, name), field.get_default(call_default_factory=True)
         if name in UNAVAILABLE and value != default:
             yield _fault(name, message=not_available(name))
+    for key in UNAVAILABLE_IN_HELDOUT:
+        if getattr(config.heldout, key) not in (None, ()):
+            yield _fault("heldout", key, message=not_available(key))
 
 
 def _evaluation(config: TrainingConfig) -> Iterator[Contradiction]:
@@ -65,6 +72,16 @@ def _evaluation(config: TrainingConfig) -> Iterator[Contradiction]:
             "eval_file and no eval_tasks"
         )
         yield _fault("evaluation", "evaluator", rests_on=("eval_tasks",), message=message)
+
+
+def _selection(config: TrainingConfig) -> Iterator[Contradiction]:
+    strategy = config.selection.strategy
+    if strategy not in STRATEGIES and not is_import_path(strategy):
+        near = difflib.get_close_matches(strategy, STRATEGIES, n=1, cutoff=0.6)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        known = ", ".join(STRATEGIES)
+        message = f"must be one of {known}, or package.module:function, got {in_json(strategy)}{hint}"
+        yield _fault("selection", "strategy", message=message)
 
 
 def _schedule(config: TrainingConfig) -> Iterator[Contradiction]:

@@ -41,6 +41,7 @@ from config_groups import (
 )
 from config_rules import Contradiction, contradictions
 from error_handling import ConfigurationError
+from import_paths import anchored, is_import_path
 
 DEFAULT_WARMUP_STEPS = 100
 """Warm-up where none is written, in steps; a tenth of the planned steps when that is fewer."""
@@ -127,7 +128,7 @@ class TrainingConfig(StrictModel):
     decision: DecisionConfig = Field(default_factory=DecisionConfig, description="When to stop, and what comes next.")
     selection: SelectionConfig = Field(default_factory=SelectionConfig, description="Which rows a round trains on.")
     budget: BudgetConfig = Field(default_factory=BudgetConfig, description="Limits of a run.")
-    heldout: HeldoutConfig = Field(default_factory=HeldoutConfig, description="Not available in this version.")
+    heldout: HeldoutConfig = Field(default_factory=HeldoutConfig, description="What is kept for the final test.")
 
     @property
     def planned_steps(self) -> int:
@@ -281,6 +282,14 @@ def _make_paths_absolute(data: dict[str, Any], base: str) -> None:
     model = data.get("base_model")
     if isinstance(model, str) and model and os.path.isdir(absolute(model)):
         data["base_model"] = absolute(model)
+    selection = data.get("selection")
+    if isinstance(selection, dict):
+        for key in ("strategy", "embedding_model"):
+            named = selection.get(key)
+            if isinstance(named, str) and is_import_path(named):
+                selection[key] = anchored(named, [base, os.getcwd()])
+            elif key == "embedding_model" and isinstance(named, str) and named and os.path.isdir(absolute(named)):
+                selection[key] = absolute(named)
     tasks = data.get("eval_tasks")
     if not isinstance(tasks, list):
         return

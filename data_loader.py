@@ -10,21 +10,26 @@ Use::
         batch = batch_rows(rows, batch_size=8, seed=42, round=1, step_in_round=step)
         datums = [example.datum for row in batch for example in loader.render(row)]
 
-Reading files is the work of `row_files`, comparing questions that of `overlap`; their names are offered here too.
+Reading files is the work of `row_files` and `run_data`, comparing questions that of `overlap` and `contamination`;
+their names are offered here too.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
+from contamination import nearest_pair
 from error_handling import DataError
-from overlap import find_overlap, nearest_pair
+from overlap import find_overlap
 from record_files import first_ten
-from row_files import LoadedRows, Row, RunData, load_rows, load_run_data
+from row_files import HELD_ROWS, LoadedRows, Row, load_rows
+from row_table import RowsById, RowTable
+from run_data import RunData, load_run_data
 
 if TYPE_CHECKING:
     import tinker
@@ -37,6 +42,8 @@ __all__ = [
     "RenderStats",
     "RenderedExample",
     "Row",
+    "RowTable",
+    "RowsById",
     "RunData",
     "batch_rows",
     "find_overlap",
@@ -47,6 +54,11 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+# Tokens of rendered rows that are kept; one takes about 100 bytes, most of them in lists of Python numbers.
+KEPT_TOKENS = 3_000_000
+# Rows of a large file that are rendered before training starts.
+CHECKED_ROWS = 2_000
 
 
 @dataclass(frozen=True)
@@ -60,22 +72,29 @@ class RenderedExample:
 
 @dataclass(frozen=True)
 class RenderStats:
-    """What rendering some rows gave; `tokens` and `trained` are summed over the `examples` of the kept rows."""
+    """What rendering some rows gave; `tokens` and `trained` are summed over the `examples` of the kept rows.
+
+    `rows` counts the rows that were rendered, `of` all there are: the others are rendered when they are chosen.
+    """
 
     rows: int
     dropped: int
     examples: int
     tokens: int
     trained: int
+    of: int
 
     def describe(self) -> str:
-        share = 100 * self.trained / self.tokens
+        share = 100 * self.trained / max(self.tokens, 1)
         lost = f", {self.dropped} of {self.rows} rows dropped" if self.dropped else ""
-        return f"trained tokens {self.trained} of {self.tokens} ({share:.1f} %) in {self.examples} examples{lost}"
+        told = f"trained tokens {self.trained} of {self.tokens} ({share:.1f} %) in {self.examples} examples{lost}"
+        if self.rows < self.of:
+            told += f"; checked {self.rows:,} of {self.of:,} rows; the others are rendered when they are chosen"
+        return told
 
 
 class DataLoader:
-    """Renders rows when they are asked for, each once.
+    """Renders rows when they are asked for, and keeps the newest of them, up to `KEPT_TOKENS`.
 
     A row longer than `max_seq_length` tokens is dropped whole: cut from the right it would lose the very tokens to be
     learnt. So is a row without a trained token. `dropped` holds the reasons by row id.
@@ -88,7 +107,8 @@ class DataLoader:
         self.max_seq_length = max_seq_length
         self.train_on_what = train_on_what
         self.dropped: dict[str, str] = {}
-        self._rendered: dict[tuple[str, int, str], tuple[RenderedExample, ...]] = {}
+        self._rendered: OrderedDict[tuple[str, int, str], tuple[RenderedExample, ...]] = OrderedDict()
+        self._kept_tokens = 0
 
     def sequences(self, row: Row) -> list[TokenSequence]:
         """The row's token sequences before the limit is applied; `DataError` when the chat format refuses them."""
@@ -105,41 +125,62 @@ class DataLoader:
         Raises `DataError` with the row's place when the chat format refuses its conversation.
         """
         key = (row.source, row.line, row.id)
-        if key not in self._rendered:
-            sequences = self.sequences(row)
-            reason = self._reason_to_drop(sequences)
-            if reason:
-                self.dropped[row.id] = reason
-            self._rendered[key] = () if reason else tuple(_example(sequence) for sequence in sequences)
-        return self._rendered[key]
+        if key in self._rendered:
+            self._rendered.move_to_end(key)
+            return self._rendered[key]
+        sequences = self.sequences(row)
+        reason = self._reason_to_drop(sequences)
+        if reason:
+            self.dropped[row.id] = reason
+        examples = () if reason else tuple(_example(sequence) for sequence in sequences)
+        self._rendered[key] = examples
+        self._kept_tokens += _cost(examples)
+        while self._kept_tokens > KEPT_TOKENS and len(self._rendered) > 1:
+            self._kept_tokens -= _cost(self._rendered.popitem(last=False)[1])
+        return examples
 
-    def usable(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows that are not dropped, in order."""
-        return [row for row in rows if self.render(row)]
+    def can_train(self, row: Row) -> bool:
+        """Whether the row can be trained on; if not, `dropped` holds the reason, a refusal by the chat format too."""
+        if row.id in self.dropped:
+            return False
+        try:
+            return bool(self.render(row))
+        except DataError as error:
+            self.dropped[row.id] = str(error)
+            return False
 
-    def check(self, rows: Sequence[Row]) -> RenderStats:
-        """Renders the rows and counts. `DataError` tells the rows that the chat format refuses, all together, and is
-        raised too when no row remains to be trained."""
-        rendered, refused = [], []
-        for row in rows:
+    def usable(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """The rows that are not dropped, in order. Of a large file all of them: ask `can_train` when one is chosen."""
+        return rows if len(rows) > HELD_ROWS else [row for row in rows if self.render(row)]
+
+    def check(self, rows: Sequence[Row], *, seed: int = 0) -> RenderStats:
+        """Renders the rows, of a large file `CHECKED_ROWS` drawn by `seed`, and counts. `DataError` tells the rows that
+        the chat format refuses, all together, and is raised too when no row at all can be trained on."""
+        places: Sequence[int] = range(len(rows))
+        if len(rows) > HELD_ROWS:
+            places = sorted(random.Random(f"check/{seed}").sample(places, CHECKED_ROWS))
+        groups, refused = [], []
+        for row in _at(rows, places):
             try:
-                rendered.append(self.render(row))
+                groups.append(self.render(row))
             except DataError as error:
                 refused.append(f"  {error}")
         if refused:
             listed = "\n".join(first_ten(refused))
-            raise DataError(f"{len(refused)} of {len(rows)} rows cannot be rendered:\n{listed}")
-        examples = [example for group in rendered for example in group]
-        if not examples:
+            checked = len(places) if len(places) == len(rows) else f"{len(places)} (of {len(rows)}) checked"
+            raise DataError(f"{len(refused)} of {checked} rows cannot be rendered:\n{listed}")
+        if not any(groups) and not any(self.can_train(row) for row in rows):
             reasons = first_ten(f"  {row.where}: {self.dropped[row.id]}" for row in rows)
             remedy = "raise max_seq_length, or shorten the rows"
             raise DataError("\n".join([f"none of {len(rows)} rows can be trained on; {remedy}:", *reasons]))
+        examples = [example for group in groups for example in group]
         return RenderStats(
-            rows=len(rows),
-            dropped=sum(not group for group in rendered),
+            rows=len(places),
+            dropped=sum(not group for group in groups),
             examples=len(examples),
             tokens=sum(example.n_tokens for example in examples),
             trained=sum(example.n_trained for example in examples),
+            of=len(rows),
         )
 
     def mask_preview(self, row: Row, *, colour: bool = False) -> str:
@@ -173,6 +214,16 @@ class DataLoader:
         if not sequences or any(_trained(sequence) == 0 for sequence in sequences):
             return "no token of it would be trained"
         return None
+
+
+def _at(rows: Sequence[Row], places: Sequence[int]) -> Iterable[Row]:
+    if len(places) == len(rows):
+        return rows
+    return rows.take(places) if isinstance(rows, RowTable) else (rows[place] for place in places)
+
+
+def _cost(examples: Sequence[RenderedExample]) -> int:
+    return 1 + sum(example.n_tokens for example in examples)
 
 
 def _trained(sequence: TokenSequence) -> int:

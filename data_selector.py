@@ -15,22 +15,29 @@ trained on least. Everything is a function of the arguments and (seed, round).
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
+import numpy as np
+
+from config_groups import STRATEGIES
+from custom_strategy import SelectionRequest, Strategy, chosen_rows, load_strategy
+from embedding_index import Embedder, EmbeddingIndex, load_embedder
 from error_handling import ConfigurationError, DataError
 from evaluation import SampleResult, normalise
+from evaluation_items import EvaluationItems
+from import_paths import is_import_path
 from label_guard import SetAside, labels_by_task, suspect_labels
-from overlap import TextIndex, fingerprint, prompt_key, question_keys, question_text
+from overlap import question_text
 from record_files import first_ten, quote
-from row_files import Row
-
-STRATEGIES = ("balanced_failures", "balanced", "failures", "random", "none")
+from row_draw import Draw
+from row_record import Row
+from row_supply import RowSupply
+from text_index import Neighbours, TextIndex
 
 
 class SelectionSettings(Protocol):
@@ -44,6 +51,8 @@ class SelectionSettings(Protocol):
     def max_repeats(self) -> int: ...
     @property
     def label_guard(self) -> bool: ...
+    @property
+    def embedding_model(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -61,18 +70,39 @@ class SelectedRow:
 @dataclass(frozen=True)
 class Selection:
     """The rows of a round, at most `count` of them (fewer when the supply is smaller; training cycles through them).
-    `notes` tell a person what was done and what was not; `set_aside` is what the label guard kept out."""
+    `notes` tell a person what was done and what was not; `set_aside` is what the label guard kept out; `overlapping`
+    counts the rows that are evaluation items or nearly so, which is 0 unless overlap was allowed."""
 
     rows: tuple[SelectedRow, ...]
     notes: tuple[str, ...]
     set_aside: tuple[SetAside, ...] = ()
+    overlapping: int = 0
+
+
+def check_settings(settings: SelectionSettings) -> tuple[Embedder | None, Strategy | None]:
+    """(embedding function, strategy of the user's own) that the settings name, each None when they name none.
+
+    Raises `ConfigurationError` when one cannot be had; a run asks before anything is spent.
+    """
+    name = settings.embedding_model
+    embed = None if name is None else load_embedder(name)
+    if settings.strategy in STRATEGIES:
+        return embed, None
+    if is_import_path(settings.strategy):
+        return embed, load_strategy(settings.strategy)
+    known = ", ".join(STRATEGIES)
+    raise ConfigurationError(
+        f"selection.strategy {quote(settings.strategy)} is unknown; known are {known}, and package.module:function"
+    )
 
 
 class DataSelector:
-    """Chooses rows from a training file and a pool. Rows that ask what an evaluation item asks are never chosen,
-    unless `allow_overlap` (overfitting on purpose).
+    """Chooses rows from a training file and a pool. Rows that ask what an evaluation item asks, or hold most of one,
+    are never chosen, unless `allow_overlap` (overfitting on purpose); nor are those for which `can_train` is False,
+    which is asked only of rows that are about to be chosen.
 
-    Raises `DataError` when an id names two rows, or no row is left; `ConfigurationError` for an unknown strategy.
+    Raises `DataError` when an id names two rows, or no row is left; `ConfigurationError` for an unknown strategy, a
+    function that cannot be imported or an embedding model that cannot be loaded.
     """
 
     def __init__(
@@ -84,30 +114,27 @@ class DataSelector:
         selection_config: SelectionSettings,
         seed: int,
         allow_overlap: bool = False,
+        can_train: Callable[[Row], bool] | None = None,
     ) -> None:
-        if selection_config.strategy not in STRATEGIES:
-            known = ", ".join(STRATEGIES)
-            raise ConfigurationError(
-                f"selection.strategy {quote(selection_config.strategy)} is unknown; known are {known}"
-            )
+        self._embed, self._strategy = check_settings(selection_config)
         self.settings = selection_config
         self.seed = seed
         self.allow_overlap = allow_overlap
-        self._rows = (*train_rows, *pool_rows)
+        self._supply = RowSupply(train_rows, pool_rows)
+        self._supply.refuse_shared_ids()
         self._n_train = len(train_rows)
-        self._eval_keys = {prompt_key(row) for row in eval_rows}
-        first: dict[str, Row] = {}
-        for row in self._rows:
-            if first.setdefault(row.id, row) is not row:
-                raise DataError(f"the id {quote(row.id)} names both {first[row.id].where} and {row.where}")
+        self._can_train = can_train
+        self._items = EvaluationItems(self._supply, eval_rows)
 
     @cached_property
-    def _index(self) -> TextIndex:
-        return TextIndex([question_text(row) for row in self._rows])
+    def _index(self) -> Neighbours:
+        questions = (question_text(row) for row in self._supply)
+        return TextIndex(questions) if self._embed is None else EmbeddingIndex(questions, self._embed)
 
-    @cached_property
-    def _keys(self) -> list[set[bytes]]:
-        return [question_keys(row) for row in self._rows]
+    def uses_losses(self, round: int) -> bool:
+        """Whether `select` looks at `row_losses` in this round."""
+        mines = self._strategy is None and self.settings.strategy != "none"
+        return self.settings.label_guard and mines and round > 1
 
     def select(
         self,
@@ -119,86 +146,131 @@ class DataSelector:
         row_losses: Mapping[str, float] | None = None,
     ) -> Selection:
         """The rows of `round` (from 1). `count` is the number of rows the round's steps take; `seen` how often each
-        row id was trained on so far; `samples` the newest evaluation (not used in round 1); `row_losses` the loss of
+        row id was trained on so far; `samples` the newest evaluation (not mined in round 1); `row_losses` the loss of
         each row's target in nats per trained token, without which the label guard cannot work."""
         if count < 1:
             raise DataError(f"a round needs at least one row, asked for {count}")
         notes: list[str] = []
-        allowed = self._without_evaluation_items(samples, notes)
-        draw = _Draw(self._rows, allowed, seen, self.settings.max_repeats, random.Random(f"rows/{self.seed}/{round}"))
-        strategy = self.settings.strategy
+        items = self._items.with_samples(samples)
+        levels = np.zeros(len(self._supply), dtype=np.int64)
+        for identity, times in seen.items():
+            if (position := self._supply.find(identity)) is not None:
+                levels[position] = times
+        near: dict[int, str] = {}
+
+        def accepts(position: int) -> bool:
+            row = self._supply[position]
+            if not self.allow_overlap and (held := items.held_by(row)):
+                near[position] = f"{row.where} ({held})"
+                return False
+            return self._can_train is None or self._can_train(row)
+
+        rng = random.Random(f"rows/{self.seed}/{round}")
+        draw = Draw(levels, max_repeats=self.settings.max_repeats, rng=rng, accepts=accepts)
+        if not self.allow_overlap:
+            self._bar(draw, items, notes)
         set_aside: tuple[SetAside, ...] = ()
-        if strategy == "none":
-            draw.restrict(index for index in allowed if index < self._n_train)
-            draw.fill(count, "training file in order", in_order=True)
-        elif round <= 1:
-            draw.restrict(index for index in allowed if index < self._n_train)
-            draw.fill(count, "first round: random order")
+        strategy = self.settings.strategy
+        if self._strategy is not None:
+            request = SelectionRequest(
+                round=round,
+                count=count,
+                rows=self._supply,
+                n_train=self._n_train,
+                samples=tuple(samples),
+                seen=dict(seen),
+                max_repeats=self.settings.max_repeats,
+                seed=self.seed,
+                rng=draw.random,
+            )
+            refusal = partial(self._refusal, items)
+            for position, why in chosen_rows(self._strategy, strategy, request, self._supply, refusal):
+                draw.take(position, why)
+            if self.settings.label_guard and round > 1:
+                notes.append("label guard not applied: the rows are chosen by a function of your own")
+        elif strategy == "none" or round <= 1:
+            draw.open[self._n_train :] = False
+            why = "training file in order" if strategy == "none" else "first round: random order"
+            draw.fill(count, why, in_order=strategy == "none")
         else:
-            set_aside = self._guard(allowed, samples, row_losses, notes)
-            draw.restrict(set(allowed) - {self._position[aside.row.id] for aside in set_aside})
+            set_aside = self._guard(draw, samples, row_losses, notes)
             if strategy in {"balanced_failures", "failures"}:
                 share = self.settings.hard_fraction if strategy == "balanced_failures" else 1.0
                 self._take_neighbours(draw, int(share * count + 0.5), samples, notes)
             if strategy in {"balanced_failures", "balanced"}:
                 self._take_balanced(draw, count, samples, notes)
             draw.fill(count, "random")
+        if near:
+            listed = ", ".join(first_ten(near[position] for position in sorted(near)))
+            notes.append(f"{len(near)} rows hold most of an evaluation item and are left out: {listed}")
         if not draw.taken:
-            raise DataError("no row is left to train on: " + ("; ".join(notes) or "the training file is empty"))
+            raise DataError("no row is left to train on: " + ("; ".join(notes) or "no row can be trained on"))
         if len(draw.taken) < count:
             notes.append(f"{len(draw.taken)} rows for {count} places: the list is cycled")
-        rows = tuple(SelectedRow(self._rows[index], 1.0, why) for index, why in draw.taken)
-        return Selection(rows, tuple(notes), set_aside)
+        rows = {position: self._supply[position] for position, _ in draw.taken}
+        overlapping = sum(items.asks_same(row) or bool(items.held_by(row)) for row in rows.values())
+        if overlapping:
+            notes.append(f"allow_overlap: {overlapping} of the rows are evaluation items, or nearly")
+        chosen = tuple(SelectedRow(rows[position], 1.0, why) for position, why in draw.taken)
+        return Selection(chosen, tuple(notes), set_aside, overlapping)
 
-    @cached_property
-    def _position(self) -> dict[str, int]:
-        return {row.id: index for index, row in enumerate(self._rows)}
+    def _bar(self, draw: Draw, items: EvaluationItems, notes: list[str]) -> None:
+        """Close the rows that ask the same as an item. Samples count too: the items of a task are in no file."""
+        barred = self._supply.asking(items.keys)
+        draw.open[barred] = False
+        if len(barred):
+            listed = ", ".join(self._supply[int(position)].where for position in barred[:10])
+            more = f", ... and {len(barred) - 10} more" if len(barred) > 10 else ""
+            notes.append(f"{len(barred)} rows ask what an evaluation item asks and are never chosen: {listed}{more}")
 
-    def _without_evaluation_items(self, samples: Sequence[SampleResult], notes: list[str]) -> list[int]:
-        """Positions of the rows that may be trained on. Samples count too: the items of a task are in no file."""
-        if self.allow_overlap:
-            return list(range(len(self._rows)))
-        asked = self._eval_keys | {fingerprint([sample.input]) for sample in samples}
-        barred = [index for index, keys in enumerate(self._keys) if not keys.isdisjoint(asked)]
-        if barred:
-            listed = ", ".join(first_ten(self._rows[index].where for index in barred))
-            notes.append(f"{len(barred)} rows ask what an evaluation item asks and are never chosen: {listed}")
-        barred_set = set(barred)
-        return [index for index in range(len(self._rows)) if index not in barred_set]
+    def _refusal(self, items: EvaluationItems, row: Row) -> str | None:
+        """Why a row must not be trained on; None when it may."""
+        if not self.allow_overlap and items.asks_same(row):
+            return "asks what an evaluation item asks"
+        if not self.allow_overlap and (held := items.held_by(row)):
+            return f"holds {held}"
+        if self._can_train is not None and not self._can_train(row):
+            return "cannot be trained on: it is too long, or no token of it would be trained"
+        return None
 
-    def _take_neighbours(self, draw: _Draw, wanted: int, samples: Sequence[SampleResult], notes: list[str]) -> None:
+    def _take_neighbours(self, draw: Draw, wanted: int, samples: Sequence[SampleResult], notes: list[str]) -> None:
         """Take up to `wanted` rows nearest to the failed samples: one for each failure in turn, none twice.
 
         The most wrong failures (lowest mean score over epochs) have their turn first. Among a failure's neighbours
         those trained on least come first, then the most similar.
         """
-        import numpy as np
-
         failures = _failures(samples)
         if not failures or not wanted:
             notes.append("no failed sample to learn from" if not failures else "no row nearest to failures wanted")
             return
         draw.random.shuffle(failures)
         failures.sort(key=lambda pair: pair[1])
-        among, levels = np.zeros(len(self._rows), dtype=bool), np.array(draw.level)
-        among[list(draw.open)] = True
-        queues: list[tuple[SampleResult, list[tuple[int, float]]]] = []
-        for sample, _ in failures:
-            near = self._index.nearest(sample.input, limit=wanted, among=among, levels=levels)
-            queues.append((sample, near[::-1]))
         taken, served = 0, set()
-        while taken < wanted and any(queue for _, queue in queues):
-            for sample, queue in queues:
-                while queue and draw.listed[queue[-1][0]]:
-                    queue.pop()
-                if queue and taken < wanted:
-                    index, score = queue.pop()
-                    draw.take(index, f"nearest to failed sample {sample.task}/{sample.id} (similarity {score:.2f})")
-                    taken += 1
-                    served.add(sample.key)
+        turned_down = True
+        while turned_down and taken < wanted:  # again for those whose neighbours were turned down
+            turned_down = False
+            among = draw.open.copy()
+            among[list(draw.listed)] = False
+            inputs = [sample.input for sample, _ in failures]
+            near = self._index.nearest(inputs, limit=wanted, among=among, levels=draw.levels)
+            queues = [(sample, found[::-1]) for (sample, _), found in zip(failures, near, strict=True)]
+            while taken < wanted and any(queue for _, queue in queues):
+                for sample, queue in queues:
+                    while queue and taken < wanted:
+                        position, score = queue.pop()
+                        if draw.listed[position]:
+                            continue
+                        if not draw.accepts(position):
+                            turned_down = True
+                            continue
+                        why = f"nearest to failed sample {sample.task}/{sample.id} (similarity {score:.2f})"
+                        draw.take(position, why)
+                        taken += 1
+                        served.add(sample.key)
+                        break
         notes.append(f"{taken} rows nearest to {len(served)} of {len(failures)} failed samples")
 
-    def _take_balanced(self, draw: _Draw, count: int, samples: Sequence[SampleResult], notes: list[str]) -> None:
+    def _take_balanced(self, draw: Draw, count: int, samples: Sequence[SampleResult], notes: list[str]) -> None:
         """Fill up to `count`, equally over the tasks and over the categories of each task."""
         by_task, supply = self._cells(draw, samples)
         if not supply:
@@ -227,14 +299,16 @@ class DataSelector:
             cell = min(
                 (cell for cell in cells if levels[cell] == lowest), key=lambda cell: (per_task[cell[0]], per_cell[cell])
             )
-            index = queues[cell[1]].pop()
+            position = queues[cell[1]].pop()
+            if position is None:
+                continue
             of_task = f" of task {cell[0]}" if many else ""
-            draw.take(index, f"category {quote(cell[1])}{of_task}, {_times(draw.level[index])}")
+            draw.take(position, f"category {quote(cell[1])}{of_task}, {_times(int(draw.levels[position]))}")
             per_task[cell[0]] += 1
             per_cell[cell] += 1
         notes.append(f"{per_cell.total()} rows spread over {len(per_cell)} categories")
 
-    def _cells(self, draw: _Draw, samples: Sequence[SampleResult]) -> tuple[dict[str, list[str]], dict[str, list[int]]]:
+    def _cells(self, draw: Draw, samples: Sequence[SampleResult]) -> tuple[dict[str, list[str]], dict[str, np.ndarray]]:
         """(categories by task, open rows by category), both normalised.
 
         The evaluation's categories are its samples' `category`, or, when no row has one of those, their targets where
@@ -246,28 +320,30 @@ class DataSelector:
         for sample in samples:
             if sample.category is not None:
                 named.setdefault(sample.task, set()).add(normalise(sample.category))
+        labelled = {label: self._supply.answering(label) for label in all_labels}
+        nothing = np.zeros(0, dtype=np.int64)
         for by_task, own in ((named, True), (labels, False)):
-            wanted = set().union(*by_task.values())
-            supply: dict[str, list[int]] = {}
-            for index in sorted(draw.open):
-                row = self._rows[index]
-                label = normalise(row.target)
-                category = normalise(row.category) if own and row.category is not None else None
-                if category is None and label in all_labels:
-                    category = label
-                if category in wanted and category is not None:
-                    supply.setdefault(category, []).append(index)
+            supply: dict[str, np.ndarray] = {}
+            for name in sorted(set().union(*by_task.values())):
+                positions = labelled.get(name, nothing)
+                if own:
+                    unnamed = positions[~np.isin(positions, self._supply.with_category())]
+                    positions = np.union1d(self._supply.of_category(name), unnamed)
+                positions = positions[draw.open[positions]]
+                if len(positions):
+                    supply[name] = positions
             if supply:
                 return {task: sorted(names) for task, names in sorted(by_task.items())}, supply
         return {}, {}
 
     def _guard(
         self,
-        allowed: Sequence[int],
+        draw: Draw,
         samples: Sequence[SampleResult],
         row_losses: Mapping[str, float] | None,
         notes: list[str],
     ) -> tuple[SetAside, ...]:
+        """Close the rows that the label guard sets aside."""
         if not self.settings.label_guard:
             return ()
         if row_losses is None:
@@ -276,76 +352,15 @@ class DataSelector:
         if not labels_by_task(samples):
             notes.append("label guard not applied: the evaluation's targets are no closed set of labels")
             return ()
-        guarded = suspect_labels(self._rows, allowed, self._index, samples, row_losses)
-        measured = sum(self._rows[index].id in row_losses for index in allowed)
+        if not row_losses:  # asked for the candidates whose losses are to be measured
+            return ()
+        guarded = suspect_labels(self._supply, draw.open, self._index, samples, row_losses)
+        for aside in guarded:
+            position = self._supply.find(aside.row.id)
+            draw.open[position] = False
         listed = ": " + ", ".join(first_ten(aside.row.where for aside in guarded)) if guarded else ""
-        notes.append(f"label guard: {len(guarded)} of the {measured} rows measured are set aside{listed}")
+        notes.append(f"label guard: {len(guarded)} of the {len(row_losses)} rows measured are set aside{listed}")
         return guarded
-
-
-class _Draw:
-    """Rows taken so far, and which may still be taken. `level` is how often a row was trained on before."""
-
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        allowed: Iterable[int],
-        seen: Mapping[str, int],
-        max_repeats: int,
-        rng: random.Random,
-    ) -> None:
-        self.random = rng
-        self.max_repeats = max_repeats
-        self.level = [seen.get(row.id, 0) for row in rows]
-        self.open = set(allowed)
-        self.listed: Counter[int] = Counter()
-        self.taken: list[tuple[int, str]] = []
-        self._rank = list(range(len(rows)))
-        rng.shuffle(self._rank)
-
-    def restrict(self, allowed: Iterable[int]) -> None:
-        self.open &= set(allowed)
-
-    def take(self, index: int, why: str) -> None:
-        self.taken.append((index, why))
-        self.listed[index] += 1
-
-    def queue(self, positions: Iterable[int], *, in_order: bool = False) -> _Queue:
-        return _Queue(self, positions, in_order)
-
-    def fill(self, count: int, why: str, *, in_order: bool = False) -> None:
-        """Take open rows, the least seen first, until there are `count` or the supply is used up."""
-        queue = self.queue(self.open, in_order=in_order)
-        while len(self.taken) < count and queue.level() is not None:
-            self.take(queue.pop(), why)
-
-    def entry(self, index: int, in_order: bool) -> tuple[int, int, int]:
-        return self.level[index] + self.listed[index], index if in_order else self._rank[index], index
-
-
-class _Queue:
-    """Rows by (times trained on and listed, random rank); a row comes back until it is listed `max_repeats` times."""
-
-    def __init__(self, draw: _Draw, positions: Iterable[int], in_order: bool) -> None:
-        self._draw, self._in_order = draw, in_order
-        self._heap = [
-            draw.entry(index, in_order)
-            for index in positions
-            if index in draw.open and draw.listed[index] < draw.max_repeats
-        ]
-        heapq.heapify(self._heap)
-
-    def level(self) -> int | None:
-        """How often the next row was trained on or listed; None when the queue is empty."""
-        return self._heap[0][0] if self._heap else None
-
-    def pop(self) -> int:
-        """The next row; the caller lists it at once."""
-        index = heapq.heappop(self._heap)[2]
-        if self._draw.listed[index] + 1 < self._draw.max_repeats:
-            level, rank, _ = self._draw.entry(index, self._in_order)
-            heapq.heappush(self._heap, (level + 1, rank, index))
-        return index
 
 
 def _times(level: int) -> str:

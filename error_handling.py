@@ -91,6 +91,10 @@ class TrainingError(EvalLoopError, ArithmeticError):
     """Training cannot go on: a loss that is not finite, a round without steps."""
 
 
+class SelectionError(EvalLoopError, RuntimeError):
+    """The rows of a round cannot be chosen: a function of the user's failed or returned what cannot be used."""
+
+
 class EvaluationError(EvalLoopError, RuntimeError):
     """An evaluation could not be completed; no score exists."""
 

@@ -289,9 +289,12 @@ def training_results_payload(
     metrics: Mapping[str, Any],
     metadata: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The body for the results of a round: `metrics` and the round stand in `config.metadata` beside `metadata`."""
+    """The body for the results of a round: `metrics` and the round stand in `config.metadata` beside `metadata`, whose
+    `scores_are` says what the score is when it is no validation score."""
     score = metrics.get("score")
-    said = f", validation score {score:.3f}" if isinstance(score, int | float) else ""
+    scores_are = (metadata or {}).get("scores_are")
+    kind = f"score {scores_are}" if scores_are else "validation score"
+    said = f", {kind} {score:.3f}" if isinstance(score, int | float) else ""
     return {
         "testSuiteId": test_suite_id,
         "name": f"Training round {round_number}",

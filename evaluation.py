@@ -127,8 +127,10 @@ class TaskRules:
 
 def normalise(text: str) -> str:
     """NFKC, lower case, surrounding white space and punctuation removed, inner white space folded to one blank."""
-    folded = re.sub(r"\s+", " ", unicodedata.normalize("NFKC", text)).strip().lower()
-    return folded.strip(" \t\n\r.,;:!?\"'`*()[]{}<>")
+    folded = unicodedata.normalize("NFKC", text)
+    if "  " in folded or not folded.isprintable():  # of white space, only the blank is printable
+        folded = " ".join(folded.split())
+    return folded.lower().strip(" \t\n\r.,;:!?\"'`*()[]{}<>")
 
 
 def _mentions(text: str, label: str) -> bool:

@@ -11,11 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evaluation import SampleResult, closed_label_set, normalise
-from overlap import TextIndex, question_text
-from row_files import Row
+from overlap import question_text
+from row_record import Row
+from row_supply import RowSupply
+from text_index import Neighbours
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MIN_RECALL = 0.5
 MIN_PRECISION = 0.5
@@ -45,39 +50,40 @@ class SetAside:
 
 
 def suspect_labels(
-    rows: Sequence[Row],
-    allowed: Sequence[int],
-    index: TextIndex,
+    supply: RowSupply,
+    allowed: np.ndarray,
+    index: Neighbours,
     samples: Sequence[SampleResult],
     row_losses: Mapping[str, float],
 ) -> tuple[SetAside, ...]:
-    """The suspects among `rows` at the positions `allowed`; `index` holds the questions of all `rows` in order.
+    """The suspects among the rows at which `allowed` is true; `index` holds the questions of all rows in order.
 
     A row's label is its target, where that is one of the evaluation's labels; other rows are neither judged nor
     asked. A row without a measured loss is not judged.
     """
     import numpy as np
 
-    labels = set().union(*labels_by_task(samples).values())
+    labels = sorted(set().union(*labels_by_task(samples).values()))
     precision = precision_by_label(samples)
     known = {
         label
         for label, recall in recall_by_label(samples).items()
         if recall >= MIN_RECALL and precision.get(label, 0.0) >= MIN_PRECISION
     }
-    label_of = {at: label for at in allowed if (label := normalise(rows[at].target)) in labels}
-    among = np.zeros(len(rows), dtype=bool)
-    among[list(label_of)] = True
+    label_of = np.full(len(supply), -1, dtype=np.int64)
+    for number, label in enumerate(labels):
+        label_of[supply.answering(label)] = number
+    label_of[~allowed] = -1
+    high = {at: loss for name, loss in row_losses.items() if loss > MIN_LOSS and (at := supply.find(name)) is not None}
+    judged = [at for at in sorted(high) if label_of[at] >= 0 and labels[label_of[at]] in known]
+    rows = [supply[at] for at in judged]
     suspects = []
-    for at, label in label_of.items():
-        loss = row_losses.get(rows[at].id)
-        if loss is None or loss <= MIN_LOSS or label not in known:
-            continue
-        near = index.nearest(question_text(rows[at]), limit=NEIGHBOURS + 1, among=among)
+    nearest = index.nearest([question_text(row) for row in rows], limit=NEIGHBOURS + 1, among=label_of >= 0)
+    for at, row, near in zip(judged, rows, nearest, strict=True):
         others = [position for position, _ in near if position != at][:NEIGHBOURS]
-        disagreeing = sum(label_of[position] != label for position in others)
+        disagreeing = sum(bool(label_of[position] != label_of[at]) for position in others)
         if 2 * disagreeing > len(others):
-            suspects.append(SetAside(rows[at], loss, disagreeing, len(others)))
+            suspects.append(SetAside(row, high[at], disagreeing, len(others)))
     return tuple(suspects)
 
 

@@ -155,16 +155,20 @@ class StructuredLogger:
         else:
             yield _PlainProgress(total, description, self.say)
 
-    def rounds_table(self, rounds: Sequence[Mapping[str, Any]]) -> None:
-        """Show the table of rounds; each is an item of `summary.rounds` (missing figures show as a dash)."""
+    def rounds_table(self, rounds: Sequence[Mapping[str, Any]], *, scores_are: str | None = None) -> None:
+        """Show the table of rounds; each is an item of `summary.rounds` (missing figures show as a dash).
+
+        `scores_are` says what the scores are when they are not validation scores ("on training data").
+        """
         if not self._shown:
             return
         from rich import box
         from rich.table import Table
         from rich.text import Text
 
+        title = f"Score {scores_are} by round" if scores_are else "Validation score by round"
         # No padding: with the ten columns below that is what fits in 80 characters.
-        table = Table(title="Validation score by round", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
         for heading in ROUND_COLUMNS:
             is_text = heading in {"round", "decision"}
             table.add_column(

@@ -1,24 +1,20 @@
-"""Same and similar questions: what must not be in training and evaluation at once, and what lies nearest.
+"""Questions that are the same: what must not be in training and evaluation at once.
 
 `question_keys` gives the fingerprints by which two rows ask the same thing: exact up to case, white space, Unicode
 form and surrounding punctuation (`evaluation.normalise`). `find_overlap` compares two sets of rows by hashes, in time
-linear in their sizes. `TextIndex` is label-blind TF-IDF over the questions, for nearest neighbours::
+linear in their sizes::
 
     leaks = find_overlap(train_rows, eval_rows)
-    row, item, score = nearest_pair(train_rows, eval_rows)
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
+
+import xxhash
 
 from evaluation import normalise
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 class Asks(Protocol):
@@ -38,10 +34,8 @@ S = TypeVar("S", bound=Asks)
 
 def fingerprint(parts: Iterable[str]) -> bytes:
     """16 bytes that are equal for texts equal after `normalise` (a text of punctuation only stays as it is)."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update((normalise(part) or part.strip()).encode("utf-8", "surrogatepass") + b"\x00")
-    return digest.digest()
+    folded = ((normalise(part) or part.strip()).encode("utf-8", "surrogatepass") + b"\x00" for part in parts)
+    return xxhash.xxh3_128_digest(b"".join(folded))
 
 
 def prompt_key(row: Asks) -> bytes:
@@ -76,6 +70,9 @@ def question_text(row: Asks) -> str:
     """What a row asks, for similarity: its user turns before the target (a text row's text). Never the answer."""
     if row.text is not None:
         return row.text
+    messages = row.messages
+    if len(messages) == 2 and messages[0]["role"] == "user" and messages[1]["role"] == "assistant":
+        return messages[0]["content"]
     return "\n".join(turn["content"] for turn in row.prompt if turn["role"] == "user")
 
 
@@ -101,74 +98,3 @@ def find_overlap(rows: Sequence[R], others: Sequence[S]) -> list[tuple[R, S]]:
         if key in first_row and id(other) not in listed:
             pairs.append((first_row[key], other))
     return pairs
-
-
-class TextIndex:
-    """TF-IDF vectors (words, logarithmic counts, unit length) of a fixed list of texts.
-
-    Similarities are cosines in [0, 1]; a text without a word is similar to nothing.
-    """
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        import numpy as np
-        from sklearn.feature_extraction.text import TfidfVectorizer
-
-        self.size = len(texts)
-        self._matrix: Any = None
-        if any(re.search(r"\w", text) for text in texts):  # the vectorizer raises on an empty vocabulary
-            self._vectorizer = TfidfVectorizer(sublinear_tf=True, token_pattern=r"(?u)\b\w+\b", dtype=np.float32)
-            self._matrix = self._vectorizer.fit_transform(texts)
-
-    def nearest(
-        self, query: str, *, limit: int, among: np.ndarray | None = None, levels: np.ndarray | None = None
-    ) -> list[tuple[int, float]]:
-        """Up to `limit` (position, similarity) with similarity above 0, the most similar first, then by position.
-
-        `among` (booleans) and `levels` (numbers), both of shape (size,), restrict the positions and put those of a
-        lower level first.
-        """
-        import numpy as np
-
-        if self._matrix is None:
-            return []
-        product = (self._vectorizer.transform([query]) @ self._matrix.T).tocsr()
-        positions, scores = product.indices, product.data
-        keep = scores > 0 if among is None else (scores > 0) & among[positions]
-        positions, scores = positions[keep], scores[keep]
-        ranks = (positions, -scores) if levels is None else (positions, -scores, levels[positions])
-        order = np.lexsort(ranks)[:limit]
-        return list(zip(positions[order].tolist(), scores[order].tolist(), strict=True))
-
-    def similarities(self, queries: Sequence[str]) -> np.ndarray:
-        """Array of shape (len(queries), size)."""
-        import numpy as np
-
-        if self._matrix is None:
-            return np.zeros((len(queries), self.size), dtype=np.float32)
-        return (self._vectorizer.transform(queries) @ self._matrix.T).toarray()
-
-
-def nearest_pair(rows: Sequence[R], others: Sequence[S]) -> tuple[R, S, float] | None:
-    """The most similar (training row, evaluation row, score in [0, 1]) that `find_overlap` does not list already.
-
-    It is for a person to judge whether it is a paraphrase. None when no pair shares a word. Meant for some ten
-    thousand rows: time and the memory of one block grow with len(rows) * len(others).
-    """
-    if not rows or not others:
-        return None
-    index = TextIndex([question_text(row) for row in rows])
-    keys = [question_keys(row) for row in rows]
-    best: tuple[R, S, float] | None = None
-    block = max(1, 5_000_000 // len(rows))
-    for start in range(0, len(others), block):
-        part = others[start : start + block]
-        for other, scores in zip(part, index.similarities([question_text(item) for item in part]), strict=True):
-            key = prompt_key(other)
-            for position in scores.argsort(kind="stable")[::-1]:
-                score = float(scores[position])
-                if score <= 0 or (best is not None and score <= best[2]):
-                    break
-                if key not in keys[position]:
-                    best = (rows[position], other, score)
-                    break
-    return best

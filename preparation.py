@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any, overload
 
 import cost_estimate
 import data_loader
+import data_selector
 import evaluation
 import hyperparam_utils
 import inspect_eval
 import rendering
 import simple_eval
 import token_sizes
+from contamination import NearMatch
 from error_handling import ConfigurationError, DataError, DependencyError
+from record_files import first_ten
 
 if TYPE_CHECKING:
     import tinker
@@ -43,6 +46,7 @@ class Prepared:
     train: data_loader.LoadedRows
     pool: data_loader.LoadedRows | None
     evaluation_rows: data_loader.LoadedRows | None
+    test: data_loader.LoadedRows | None
     evaluator: str
     tasks: tuple[inspect_eval.TaskSpec, ...]
     n_samples: int
@@ -50,6 +54,7 @@ class Prepared:
     learning_rate: float
     warmup_steps: int
     on_training_data: bool
+    near_matches: tuple[NearMatch, ...]
     estimate: cost_estimate.RunEstimate
     lines: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -59,6 +64,7 @@ class Prepared:
     def data_digests(self) -> dict[str, str]:
         """sha256 of every data file, for telling on resume whether one has changed."""
         files = {"train_file": self.train, "pool_file": self.pool, "eval_file": self.evaluation_rows}
+        files["heldout.test_file"] = self.test
         return {name: loaded.digest for name, loaded in files.items() if loaded is not None}
 
 
@@ -71,6 +77,7 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
     warnings: list[str] = []
     lines = [f"service: {backend.describe()}"]
 
+    data_selector.check_settings(config.selection)
     evaluator, evaluator_note = choose_evaluator(config)
     lines.append(f"evaluator: {evaluator}{evaluator_note}")
 
@@ -94,24 +101,28 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
         _from_here(config.train_file),
         pool_file=_from_here(config.selection.pool_file),
         eval_file=_from_here(config.eval_file),
+        test_file=_from_here(config.heldout.test_file),
         category_field=config.evaluation.category_field,
         train_on_what=config.train_on_what,
         allow_overlap=config.allow_overlap,
     )
     train, pool, eval_rows = data.train, data.pool, data.evaluation
     warnings += data.warnings
-    for name, loaded in (("training", train), ("pool", pool), ("evaluation", eval_rows)):
+    for name, loaded in (("training", train), ("pool", pool), ("evaluation", eval_rows), ("test", data.test)):
         if loaded is not None:
             lines.append(f"{name} data: {loaded.describe()}")
     if data.nearest is not None:
         row, item, score = data.nearest
         lines.append(f"most similar rows of training and evaluation (similarity {score:.2f}, judge them yourself):")
         lines += [f"  {shown.where}: {_excerpt(shown.question)}" for shown in (row, item)]
-    on_training_data = bool(data.overlap)
+    if data.near:
+        warnings.append(near_matches_told(data.near, kept=data.near_kept))
+    on_training_data = data.on_training_data
     if on_training_data:
         warnings.append(
-            f"allow_overlap: {len(data.overlap)} training rows are also evaluation rows, so every score of this run is "
-            "on training data"
+            f"allow_overlap: {len(data.overlap)} training rows are also evaluation rows"
+            + (f" and {len(data.near)} nearly so" if data.near else "")
+            + ", so every score of this run is on training data"
         )
 
     tokenizer = backend.get_tokenizer(config.base_model)
@@ -129,10 +140,10 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
         rendering.check_prefix(chat_format, [dict(message) for message in chatty.messages])
 
     loader = data_loader.DataLoader(chat_format, max_seq_length=max_length, train_on_what=config.train_on_what)
-    stats = loader.check(train.rows)
+    stats = loader.check(train.rows, seed=config.seed)
     lines.append(stats.describe())
     if pool is not None:
-        loader.check(pool.rows)
+        loader.check(pool.rows, seed=config.seed)
     prompt_lengths: tuple[int, ...] = ()
     if eval_rows is not None:
         settings = config.evaluation
@@ -188,7 +199,6 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
         pool=pool.rows if pool else (),
     )
     lines += cost_estimate.describe(estimate, config.prices.get(config.base_model))
-    trainable = [row for row in train.rows if row.id not in loader.dropped]
     return Prepared(
         config=config,
         served=served,
@@ -198,6 +208,7 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
         train=train,
         pool=pool,
         evaluation_rows=eval_rows,
+        test=data.test,
         evaluator=evaluator,
         tasks=tasks,
         n_samples=n_samples,
@@ -205,10 +216,21 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
         learning_rate=rate,
         warmup_steps=warmup,
         on_training_data=on_training_data,
+        near_matches=data.near,
         estimate=estimate,
         lines=tuple(lines),
         warnings=tuple(warnings),
-        mask_preview=loader.mask_preview(trainable[0]),
+        mask_preview=loader.mask_preview(next(row for row in train.rows if loader.can_train(row))),
+    )
+
+
+def near_matches_told(matches: Sequence[NearMatch], *, kept: bool) -> str:
+    """What a person is told of training rows that hold most of an evaluation item."""
+    fate = "kept, as overlap is allowed" if kept else "left out of training"
+    listed = "\n".join(f"  {line}" for line in first_ten(matches))
+    return (
+        f"{_count(len(matches), 'training row')} with at least 80 % of an evaluation item's word sequences {fate} "
+        f"(near_matches.jsonl in the run folder):\n{listed}"
     )
 
 

@@ -1,8 +1,11 @@
 """Strict reading of JSONL files and JSON arrays, record by record, with the line of each record and of each fault.
 
-    faults: list[Fault] = []
-    for line, record in read_records(path, str(path), faults):
-        ...
+    if file_layout(path, str(path), faults) == "lines":
+        decoder = LineDecoder()
+        for raw in path.open("rb"):
+            decoded = decoder.decode(raw, offset)       # None for a blank line; RowFault says what is wrong with it
+    else:
+        for line, record in array_records(path, str(path), faults): ...
 
 What cannot be used is never repaired, guessed or skipped in silence: it is collected as a `Fault`, so that all faults
 of a file can be told in one message. Byte-order mark, CRLF, blank lines and a missing final newline are no faults.
@@ -13,16 +16,24 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import orjson
 
 _JSON_SPACE = " \t\r\n"
 _LINE_SUFFIXES = (".jsonl", ".ndjson")
+# To tell one object over many lines from rows with a broken first one the whole file is decoded. Beyond this many
+# bytes it is taken for rows, so that a fault is told without holding the file in memory.
+_SINGLE_OBJECT_LIMIT = 64_000_000
+# orjson reads a whole number that does not fit 64 bits as a float; every float of that size is read again.
+_HUGE = 9e18
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Fault:
     """One reason why a line of a file cannot be used. `line` counts from 1."""
 
@@ -115,27 +126,125 @@ def _json_reason(error: json.JSONDecodeError) -> str:
     return f"{error.msg} at column {error.colno}"
 
 
-def read_records(path: Path, source: str, faults: list[Fault]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line, record) of every usable object in a JSONL or JSON-array file; everything else is added to `faults`.
+def file_layout(path: Path, source: str, faults: list[Fault]) -> Literal["lines", "array", "unusable"]:
+    """How the file holds its records, told by content; what makes it unusable as a whole is added to `faults`.
 
-    Lines are physical ones, counted from 1 and ended by LF or CRLF only (U+2028 inside a string is text); for an
-    array it is the line at which the element starts. The layout is told by content; an array named .jsonl is a fault.
+    An array named .jsonl is a fault: programs that read the file line by line would choke on it.
     """
     head = _first_line(path)
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         faults.append(Fault(source, 1, "the file is UTF-16 or UTF-32, not UTF-8; save it as UTF-8"))
-        return
+        return "unusable"
     single = _single_value(path, head)
-    if single == "array":
-        if path.suffix.lower() in _LINE_SUFFIXES:
-            reason = f"the file is a JSON array, not a row per line; name it {path.stem}.json, or write a row per line"
-            faults.append(Fault(source, 1, reason))
-            return
-        yield from _array_records(path, source, faults)
-    elif single == "object":
+    if single == "array" and path.suffix.lower() in _LINE_SUFFIXES:
+        reason = f"the file is a JSON array, not a row per line; name it {path.stem}.json, or write a row per line"
+        faults.append(Fault(source, 1, reason))
+        return "unusable"
+    if single == "object":
         faults.append(Fault(source, 1, "the file is one object over many lines; write a row per line, or an array"))
-    else:
-        yield from _line_records(path, source, faults)
+        return "unusable"
+    return "array" if single == "array" else "lines"
+
+
+def plain_records(lines: list[bytes]) -> tuple[list[dict[str, Any]], list[bytes]] | None:
+    """(records, their `canonical_json`) of consecutive lines that all hold plain objects, faster than line by line.
+
+    None when one of them needs a closer look (`LineDecoder`). Numbers are not looked at (`holds_huge`).
+    """
+    try:
+        records = list(map(orjson.loads, lines))
+        canonical = list(map(orjson.dumps, records, repeat(None), repeat(orjson.OPT_SORT_KEYS)))
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        return None
+    if set(map(type, records)) != {dict} or not all(records):
+        return None
+    # See `LineDecoder.decode` for what quotes tell.
+    if list(map(bytes.count, lines, repeat(b'"'))) != list(map(bytes.count, canonical, repeat(b'"'))):
+        return None
+    return None if b"\\u0022" in b"".join(lines) else (records, canonical)
+
+
+class Decoded(NamedTuple):
+    """A record, and its `canonical_json`. `plain`: `orjson.loads` of its line gives the record."""
+
+    record: dict[str, Any]
+    canonical: bytes
+    plain: bool
+
+
+class LineDecoder:
+    """Records from the lines of a JSONL file. Lines end at LF or CRLF only (U+2028 inside a string is text).
+
+    A line is read by orjson where that cannot differ from strict reading, and by the strict decoder otherwise, whose
+    reasons are told.
+    """
+
+    def __init__(self) -> None:
+        self._strict = _StrictDecoder()
+
+    def decode(self, raw: bytes, offset: int) -> Decoded | None:
+        """The record of the line at byte `offset` of its file; None for a blank line. `RowFault` says what is wrong."""
+        if offset == 0 and raw.startswith(codecs.BOM_UTF8):
+            raw, offset = raw.removeprefix(codecs.BOM_UTF8), len(codecs.BOM_UTF8)
+        try:
+            record = orjson.loads(raw)
+            if type(record) is dict and record and not holds_huge(record.values()):
+                canonical = orjson.dumps(record, option=orjson.OPT_SORT_KEYS)
+                # orjson keeps the last of repeated keys. What it dropped held quotes, so that fewer are left, unless
+                # the line writes a quote as an escape without one.
+                if raw.count(b'"') == canonical.count(b'"') and b"\\u0022" not in raw:
+                    return Decoded(record, canonical, True)
+        except (orjson.JSONDecodeError, orjson.JSONEncodeError, RecursionError):
+            pass  # the strict decoder finds out whether this is a fault, and which
+        text = _decode(raw, offset)
+        if not text.strip(_JSON_SPACE):
+            return None
+        record = _usable(self._strict.whole(text), self._strict.problems)
+        return Decoded(record, canonical_json(record), False)
+
+    def again(self, raw: bytes, offset: int, plain: bool) -> dict[str, Any]:
+        """The record of a line that `decode` has read before."""
+        if offset == 0:
+            raw = raw.removeprefix(codecs.BOM_UTF8)
+        return orjson.loads(raw) if plain else self._strict.whole(raw.decode("utf-8"))
+
+
+def holds_huge(values: Iterable[Any]) -> bool:
+    """Whether a float beyond 64-bit whole numbers is among some values of a record, at any depth: it may have been a
+    whole number in the file."""
+    for value in values:
+        kind = type(value)
+        if kind is str:
+            continue
+        if kind is dict:
+            if holds_huge(value.values()):
+                return True
+        elif kind is list:
+            if holds_huge(value):
+                return True
+        elif kind is float and not -_HUGE < value < _HUGE:
+            return True
+    return False
+
+
+def canonical_json(record: Mapping[str, Any]) -> bytes:
+    """Equal for records equal in every field, whatever the order of their keys.
+
+    `RowFault` for what could not be written to a file again.
+    """
+    try:
+        text = json.dumps(record, ensure_ascii=False, sort_keys=True, allow_nan=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(error.object[error.start])
+        raise RowFault(f"holds half of a surrogate pair (U+{code:04X}), which is not a character") from error
+    except RecursionError as error:
+        raise RowFault("nested too deeply") from error
+    except ValueError as error:  # 1e999 is read as infinity
+        raise RowFault("holds a number beyond the range of a float") from error
+    try:
+        return orjson.dumps(record, option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError:  # numbers beyond 64 bits, or nested deeper than orjson writes
+        return text
 
 
 def _first_line(path: Path) -> bytes:
@@ -158,6 +267,8 @@ def _single_value(path: Path, head: bytes) -> Literal["", "array", "object"]:
     except RowFault:
         if opening == b"[":
             return "array"
+        if path.stat().st_size > _SINGLE_OBJECT_LIMIT:
+            return ""
         text = path.read_bytes().removeprefix(codecs.BOM_UTF8).decode("utf-8", "replace")
         try:
             decoder.whole(text)
@@ -196,28 +307,11 @@ def _usable(value: Any, problems: list[str]) -> dict[str, Any]:
     return value
 
 
-def _line_records(path: Path, source: str, faults: list[Fault]) -> Iterator[tuple[int, dict[str, Any]]]:
-    decoder = _StrictDecoder()
-    offset = 0
-    with path.open("rb") as file:
-        for line, raw in enumerate(file, start=1):
-            start, offset = offset, offset + len(raw)
-            if line == 1 and raw.startswith(codecs.BOM_UTF8):
-                raw = raw.removeprefix(codecs.BOM_UTF8)  # noqa: PLW2901 (the mark is not part of the row)
-                start += len(codecs.BOM_UTF8)
-            try:
-                text = _decode(raw, start)
-                if not text.strip(_JSON_SPACE):
-                    continue
-                value = decoder.whole(text)
-                record = _usable(value, decoder.problems)
-            except RowFault as fault:
-                faults.append(Fault(source, line, str(fault)))
-                continue
-            yield line, record
+def array_records(path: Path, source: str, faults: list[Fault]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line, record) of every usable object of a JSON array; everything else is added to `faults`.
 
-
-def _array_records(path: Path, source: str, faults: list[Fault]) -> Iterator[tuple[int, dict[str, Any]]]:
+    The line is the one at which the element starts, counted from 1. The whole file is held in memory.
+    """
     raw = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     try:
         text = raw.decode("utf-8")

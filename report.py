@@ -23,6 +23,7 @@ import run_summary
 from checkpoint_manager import CheckpointManager
 from evaluation import SampleResult
 from logger import ROUND_COLUMNS, current_steps, read_events, redact, round_cells, utc_now, visible
+from record_files import first_ten
 from report_template import TEMPLATE
 
 _EXAMPLES = 6
@@ -45,12 +46,16 @@ def write_report(run_dir: Path | str) -> list[Path]:
     state = manager.load_state()
     rounds = summary.get("rounds") or manager.round_results()
     threshold = summary.get("threshold", config.get("eval_threshold"))
+    scores_are = summary.get("scores_are") or state.get("scores_are")
     samples = {row["round"]: manager.load_samples(row["round"]) for row in rounds}
     selections = {row["round"]: manager.load_selection(row["round"]) for row in rounds}
 
     written: list[Path] = []
     plots: dict[str, str] = {}
-    for name, data in (("score", score_plot(rounds, threshold)), ("loss", loss_plot(current_steps(events)))):
+    for name, data in (
+        ("score", score_plot(rounds, threshold, scores_are)),
+        ("loss", loss_plot(current_steps(events))),
+    ):
         if data is not None:
             path = manager.run_dir / "plots" / f"{name}.png"
             with durable_files.storage_errors(path.parent, "make"):
@@ -66,6 +71,7 @@ def write_report(run_dir: Path | str) -> list[Path]:
     page = _render(
         run_id=manager.run_id,
         written_at=utc_now(),
+        scores_are=scores_are,
         facts=_facts(summary, state, threshold),
         plots=plots,
         columns=[*ROUND_COLUMNS, "reason"],
@@ -82,7 +88,12 @@ def write_report(run_dir: Path | str) -> list[Path]:
         weaknesses=weak,
         examples=_examples([sample for sample in last if sample.key not in in_weak]),
         selections=[_selection_counts(number, rows) for number, rows in selections.items() if rows],
-        notes=[*([note] if note else []), *manager.notes],
+        notes=[
+            *_near_match_notes(manager.load_near_matches(), kept=bool(config.get("allow_overlap"))),
+            *_selection_notes(events),
+            *([note] if note else []),
+            *manager.notes,
+        ],
         config=durable_files.to_json(config, indent=2),
     )
     path = manager.run_dir / "report.html"
@@ -90,8 +101,13 @@ def write_report(run_dir: Path | str) -> list[Path]:
     return [*written, path]
 
 
-def score_plot(rounds: Sequence[Mapping[str, Any]], threshold: float | None) -> bytes | None:
-    """PNG of the validation score by round with its 95 % interval and the target; None without a scored round."""
+def score_plot(
+    rounds: Sequence[Mapping[str, Any]], threshold: float | None, scores_are: str | None = None
+) -> bytes | None:
+    """PNG of the validation score by round with its 95 % interval and the target; None without a scored round.
+
+    `scores_are` says what the scores are when they are not validation scores ("on training data").
+    """
     scored = [row for row in rounds if row.get("score") is not None]
     if not scored:
         return None
@@ -107,7 +123,13 @@ def score_plot(rounds: Sequence[Mapping[str, Any]], threshold: float | None) -> 
         linewidth=6,
         label="95 % interval" if sure else None,
     )
-    axes.plot(numbers, [row["score"] for row in scored], "o-", color=_BLUE, label="validation score")
+    axes.plot(
+        numbers,
+        [row["score"] for row in scored],
+        "o-",
+        color=_BLUE,
+        label=f"score {scores_are}" if scores_are else "validation score",
+    )
     lenient = [row for row in scored if row.get("lenient_score") is not None]
     if lenient:
         axes.plot(
@@ -207,6 +229,7 @@ def _facts(summary: Mapping[str, Any], state: Mapping[str, Any], threshold: floa
         "status": summary.get("status") or state.get("status"),
         "outcome": outcome,
         "best score": None if best is None else f"{best:.3f} ({named})",
+        "scores are": summary.get("scores_are") or state.get("scores_are"),
         "baseline": None if summary.get("baseline_score") is None else f"{summary['baseline_score']:.3f}",
         "target": None if threshold is None else f"{threshold:g}",
         "model": state.get("model"),
@@ -283,6 +306,22 @@ def _examples(samples: Sequence[SampleResult]) -> list[dict[str, Any]]:
 
 def _short(text: str) -> str:
     return text if len(text) <= _TEXT_LIMIT else f"{text[:_TEXT_LIMIT]} … ({len(text) - _TEXT_LIMIT} characters more)"
+
+
+def _near_match_notes(matches: Sequence[Mapping[str, Any]], *, kept: bool) -> list[str]:
+    """Which training rows hold most of an evaluation item: the first ten and a count."""
+    if not matches:
+        return []
+    told = [f"{row['where']} holds {row['score']:.0%} of {row['item']} ({row['item_where']})" for row in matches]
+    fate = "kept, as overlap is allowed" if kept else "left out of training"
+    head = f"{len(matches)} training rows with at least 80 % of an evaluation item's word sequences {fate}"
+    return [f"{head} (near_matches.jsonl): {'; '.join(first_ten(told))}"]
+
+
+def _selection_notes(events: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the selection of each round had to say; of a round chosen twice the last."""
+    by_round = {event.get("round"): event.get("notes") or [] for event in events if event.get("event") == "selection"}
+    return [f"round {number}: {note}" for number, notes in sorted(by_round.items()) for note in notes]
 
 
 def _selection_counts(number: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ TEMPLATE = """\
 {% endif %}
 </dl></div>
 {% endmacro %}
+{% set label = '' if scores_are is none else ' (scores ' ~ (scores_are | shown) ~ ')' -%}
 <!doctype html>
 <html lang="en">
 <head>
@@ -60,14 +61,18 @@ ul { margin: 0; padding-left: 20px; } summary { cursor: pointer; }
 <main>
 <h1>Run {{ run_id | shown }}</h1>
 <p class="soft">Report written {{ written_at | shown }}.
-The validation score steers the run; it is not a held-out score.</p>
+{% if scores_are is none %}The validation score steers the run; it is not a held-out score.{% endif %}</p>
+{% if scores_are is not none %}
+<p><strong>Every score on this page is {{ scores_are | shown }}: evaluation items were trained on on purpose
+(allow_overlap), so it says nothing about other data.</strong></p>
+{% endif %}
 <dl class="facts">
 {% for name, value in facts %}
 <div class="fact"><dt>{{ name | shown }}</dt><dd>{{ value | shown }}</dd></div>
 {% endfor %}
 </dl>
 
-<h2>Rounds</h2>
+<h2>Rounds{{ label }}</h2>
 {% if rounds %}
 <div class="scroll"><table>
 <thead><tr>{% for name in columns %}<th>{{ name | shown }}</th>{% endfor %}</tr></thead>
@@ -91,7 +96,7 @@ marked.{% endif %}</p>
 {% if plots %}
 <h2>Course of the run</h2>
 <div class="plots">
-{% if plots.score is defined %}<img src="{{ plots.score }}" alt="Validation score by round">{% endif %}
+{% if plots.score is defined %}<img src="{{ plots.score }}" alt="Score by round{{ label }}">{% endif %}
 {% if plots.loss is defined %}<img src="{{ plots.loss }}" alt="Loss and learning rate by step">{% endif %}
 </div>
 {% endif %}
@@ -110,7 +115,7 @@ in dollars, by the prices of the configuration; without a price for the model it
 {% endif %}
 
 {% if tasks %}
-<h2>Tasks</h2>
+<h2>Tasks{{ label }}</h2>
 <div class="scroll"><table>
 <thead><tr><th>round</th><th>task</th><th>score</th><th>95 % interval</th><th>n</th><th>errors</th>
 <th>of the answered</th><th>the score is</th></tr></thead>
@@ -122,7 +127,7 @@ in dollars, by the prices of the configuration; without a price for the model it
 {% endif %}
 
 {% if categories %}
-<h2>Score by category</h2>
+<h2>Score by category{{ label }}</h2>
 <div class="scroll"><table>
 <thead><tr><th>category</th>{% for number in categories.rounds %}
 <th>{{ 'baseline' if number == 0 else 'round ' ~ number }}</th>{% endfor %}</tr></thead>

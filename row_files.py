@@ -1,94 +1,49 @@
-"""Training and evaluation files as rows: shapes converted, exact copies removed, files checked against each other.
+"""Training and evaluation files as rows: shapes converted, exact copies removed.
 
-    data = load_run_data("train.jsonl", pool_file="pool.jsonl", eval_file="eval.jsonl")
-    data.train.rows[0].question, data.train.describe(), data.warnings
+    train = load_rows("train.jsonl", purpose="train")
+    train.rows[0].question, train.describe(), train.warnings
 
-All faults of all files are told in one `DataError` (the first ten and a count), each as `file:line: reason`.
+All faults of a file are told in one `DataError` (the first ten and a count), each as `file:line: reason`.
 """
 
 from __future__ import annotations
 
 import difflib
-import hashlib
-import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from error_handling import DataError
-from overlap import find_overlap, fingerprint, nearest_pair
-from record_files import Fault, RowFault, first_ten, kind_of, quote, read_records
-from row_formats import Message, Purpose, convert_record
+from record_files import Decoded, Fault, RowFault, array_records, canonical_json, file_layout, first_ten, quote
+from row_columns import Array, ColumnBuilder, Columns, first_with_same
+from row_formats import SHAPE_NAMES, Purpose
+from row_record import Row, RowRules
+from row_scan import scan_lines
+from row_table import FileVersion, RowPairs, RowTable
 
-# Comparing every training question with every evaluation question to show the nearest pair: beyond this many
-# combinations it would delay the start of a run by more than a few seconds.
-_NEAREST_PAIR_LIMIT = 20_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row of a file. Either `messages` (ending on an assistant turn, the target) or `text` holds its content.
-
-    `id` is unique in its file; `shape` names the rule that converted it; `line` counts from 1; `metadata` holds the
-    record's further fields.
-    """
-
-    id: str
-    messages: tuple[Message, ...]
-    text: str | None
-    shape: str
-    source: str
-    line: int
-    category: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def _last_reply(self) -> int:
-        turns = range(len(self.messages) - 1, -1, -1)
-        return next((i for i in turns if self.messages[i]["role"] == "assistant"), len(self.messages))
-
-    @property
-    def prompt(self) -> tuple[Message, ...]:
-        """The turns before the final assistant turn; empty for a text row."""
-        return self.messages[: self._last_reply]
-
-    @property
-    def target(self) -> str:
-        """The content of the final assistant turn; a text row has none and gives ''."""
-        last = self._last_reply
-        return self.messages[last]["content"] if last < len(self.messages) else ""
-
-    @property
-    def question(self) -> str:
-        """The first user turn (a text row's text); '' when no user speaks."""
-        if self.text is not None:
-            return self.text
-        return next((turn["content"] for turn in self.messages if turn["role"] == "user"), "")
-
-    @property
-    def where(self) -> str:
-        """file:line"""
-        return f"{self.source}:{self.line}"
+# Files of more rows are not held in memory.
+HELD_ROWS = 20_000
 
 
 @dataclass(frozen=True)
 class LoadedRows:
-    """The rows of a file, in its order, without exact copies.
+    """The rows of a file, in its order, without exact copies: a tuple, or a `RowTable` that reads them from the file
+    when they are asked for (JSONL of more than `HELD_ROWS` rows).
 
     `shapes` counts the kept rows by shape, `duplicates` the copies removed (equal in every field), `digest` is the
     SHA-256 of the file's bytes. `near_copies` are pairs whose question and answer differ in case and spaces only,
     `conflicts` pairs with the same question and two answers; `warnings` tells both, for people.
     """
 
-    rows: tuple[Row, ...]
+    rows: Sequence[Row]
     shapes: Mapping[str, int]
     duplicates: int
     path: Path
     digest: str
-    near_copies: tuple[tuple[Row, Row], ...] = ()
-    conflicts: tuple[tuple[Row, Row], ...] = ()
+    near_copies: Sequence[tuple[Row, Row]] = ()
+    conflicts: Sequence[tuple[Row, Row]] = ()
     warnings: tuple[str, ...] = ()
 
     def describe(self) -> str:
@@ -96,19 +51,6 @@ class LoadedRows:
         word = "copy" if self.duplicates == 1 else "copies"
         copies = f"; {self.duplicates} exact {word} removed" if self.duplicates else ""
         return f"{self.path}: {len(self.rows)} rows ({shapes}){copies}"
-
-
-@dataclass(frozen=True)
-class RunData:
-    """All files of a run, checked together. `nearest` is the most similar (training or pool row, evaluation row,
-    score in [0, 1]) left, for a person to judge; `overlap` is empty unless it was allowed."""
-
-    train: LoadedRows
-    pool: LoadedRows | None
-    evaluation: LoadedRows | None
-    overlap: tuple[tuple[Row, Row], ...]
-    nearest: tuple[Row, Row, float] | None
-    warnings: tuple[str, ...]
 
 
 def load_rows(
@@ -123,70 +65,13 @@ def load_rows(
     `purpose` is "train" or "eval" (also for test files). A row's category is its `category_field`, or else its
     `category`. A missing file is told with the names that come near.
     """
-    loaded, faults = _read_rows(path, purpose, category_field, train_on_what)
-    _raise_faults(faults)
+    loaded, faults = read_rows(path, purpose, category_field, train_on_what)
+    raise_faults(faults)
     return loaded
 
 
-def load_run_data(
-    train_file: str | Path,
-    *,
-    pool_file: str | Path | None = None,
-    eval_file: str | Path | None = None,
-    category_field: str | None = None,
-    train_on_what: str = "last_assistant_turn",
-    allow_overlap: bool = False,
-) -> RunData:
-    """The files of a run, checked on their own and against each other; all faults in one `DataError`.
-
-    Refused beside faulty rows: an id in both training file and pool, and training or pool rows that ask what an
-    evaluation row asks (exactly or up to case, spaces and Unicode form), unless `allow_overlap`.
-    """
-    faults: list[Fault] = []
-    files: list[LoadedRows | None] = []
-    for path, purpose in ((train_file, "train"), (pool_file, "train"), (eval_file, "eval")):
-        if path is None:
-            files.append(None)
-            continue
-        loaded, found = _read_rows(path, purpose, category_field, train_on_what)  # type: ignore[arg-type]
-        files.append(loaded)
-        faults += found
-    train, pool, evaluation = files
-    assert train is not None
-    trainable = train.rows + (pool.rows if pool else ())
-    asked = evaluation.rows if evaluation else ()
-    ids: dict[str, Row] = {}
-    for row in trainable:
-        other = ids.setdefault(row.id, row)
-        if other is not row and other.source != row.source:
-            reason = f"the id {quote(row.id)} is also that of {other.where}; a pool needs ids of its own"
-            faults.append(Fault(row.source, row.line, reason))
-    overlap = find_overlap(trainable, asked)
-    warnings = [warning for loaded in files if loaded for warning in loaded.warnings]
-    nearest = None
-    if len(trainable) * len(asked) <= _NEAREST_PAIR_LIMIT:
-        nearest = nearest_pair(trainable, asked)
-    elif asked:
-        warnings.append("the most similar training and evaluation rows are not shown: too many to compare")
-    hint = ""
-    if overlap and not allow_overlap:
-        faults += [_overlap_fault(row, item) for row, item in overlap]
-        if nearest:
-            row, item, score = nearest
-            hint = f"\nNearest pair apart from these (similarity {score:.2f}): {row.where} {quote(row.question)}"
-            hint += f" and {item.where} {quote(item.question)}"
-        hint += "\nRemove the rows on one side, or set allow_overlap=true to measure on training data on purpose."
-    _raise_faults(faults, hint)
-    return RunData(train, pool, evaluation, tuple(overlap), nearest, tuple(warnings))
-
-
-def _overlap_fault(row: Row, item: Row) -> Fault:
-    same = any(turn["content"] == item.question for turn in row.messages) or row.text == item.question
-    how = "exactly" if same else "up to case, spaces and punctuation"
-    return Fault(row.source, row.line, f"asks {how} what evaluation item {quote(item.id)} ({item.where}) asks")
-
-
-def _raise_faults(faults: Sequence[Fault], hint: str = "") -> None:
+def raise_faults(faults: Sequence[Fault], hint: str = "") -> None:
+    """One `DataError` for all faults, the first ten and a count; `hint` follows them."""
     if faults:
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
         listed = "\n".join(f"  {line}" for line in first_ten(faults))
@@ -213,121 +98,129 @@ def _existing_file(path: str | Path) -> Path:
     raise DataError(f"{path}: not found; {there}")
 
 
-def _read_rows(
+def read_rows(
     path: str | Path, purpose: Purpose, category_field: str | None, train_on_what: str
 ) -> tuple[LoadedRows, list[Fault]]:
-    file, source = _existing_file(path), str(path)
+    """`load_rows`, with the faults handed back, so that those of several files can be told together."""
+    file = _existing_file(path)
+    rules = RowRules(str(path), file.stem, purpose, category_field, train_on_what)
     faults: list[Fault] = []
-    rows: list[Row] = []
-    notes: dict[str, list[str]] = {}
-    copies: set[bytes] = set()
-    ids: dict[str, Row] = {}
-    duplicates = 0
+    every: RowTable | list[Row]
     try:
-        with file.open("rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        for line, record in read_records(file, source, faults):
-            try:
-                identity = _record_identity(record)
-                if identity in copies:
-                    duplicates += 1
-                    continue
-                content = convert_record(record, purpose=purpose, train_on_what=train_on_what)
-                used = content.used_keys | {"id", "category"} | ({category_field} if category_field else set())
-                row = Row(
-                    id=_row_id(record, file.stem, line),
-                    messages=content.messages,
-                    text=content.text,
-                    shape=content.shape,
-                    source=source,
-                    line=line,
-                    category=_category(record, category_field),
-                    metadata={key: value for key, value in record.items() if key not in used},
-                )
-                if row.id in ids:
-                    raise RowFault(f"the id {quote(row.id)} is already that of line {ids[row.id].line}")
-            except RowFault as fault:
-                faults.append(Fault(source, line, str(fault)))
-                continue
-            copies.add(identity)  # only now: every copy of a faulty row is told
-            ids[row.id] = row
-            rows.append(row)
-            for note in content.notes:
-                notes.setdefault(note, []).append(row.where)
+        version = FileVersion.of(file)
+        if file_layout(file, rules.source, faults) == "lines":
+            columns, found = scan_lines(file, rules)
+            faults += found
+            every = RowTable(file, rules, columns, version)
+        else:
+            columns, every = _array_rows(file, rules, faults)
+        if not version.holds_for(file):
+            raise DataError(f"{path}: changed while it was being read; try again when nothing writes to it")
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
-    if not rows and not faults:
-        faults.append(Fault(source, 1, "the file holds no rows"))
-    if rows and purpose == "eval" and category_field and all(row.category is None for row in rows):
+    copy_of = first_with_same(columns.record)
+    clashes = _id_clashes(columns, copy_of, rules, every)
+    faults = sorted([*faults, *clashes.values()], key=lambda fault: fault.line)
+    # A row whose id is taken is no row, and so are its copies: every one of them is told.
+    is_first = copy_of == np.arange(len(columns))
+    is_first[list(clashes)] = False
+    duplicates = len(columns) - int(is_first.sum()) - len(clashes)
+    kept = np.flatnonzero(is_first)
+    columns = columns.take(kept)
+    rows: Sequence[Row]
+    if isinstance(every, RowTable):
+        table = RowTable(file, rules, columns, version)
+        rows = table if len(kept) > HELD_ROWS else tuple(table)
+    else:
+        rows = tuple(every[position] for position in kept.tolist())
+    if not len(columns) and not faults:
+        faults.append(Fault(rules.source, 1, "the file holds no rows"))
+    if len(columns) and purpose == "eval" and category_field and (columns.category < 0).all():
         known = ", ".join(first_ten(sorted({key for row in rows for key in row.metadata}))) or "none"
         reason = f"no row has the category field {quote(category_field)}; further fields of the rows: {known}"
-        faults.append(Fault(source, rows[0].line, reason))
-    near_copies, conflicts = _compare_answers(rows)
-    warnings = [f"{len(lines)} rows: {note} (first {lines[0]})" for note, lines in notes.items()]
+        faults.append(Fault(rules.source, rows[0].line, reason))
+    near_copies, conflicts = _compare_answers(columns, rows)
+    warnings = _note_warnings(columns, rules.source)
     warnings += _pair_warnings(conflicts, "the same question with two different answers")
     warnings += _pair_warnings(near_copies, "the same question and answer but for case and spaces")
-    shapes = dict(Counter(row.shape for row in rows).most_common())
     loaded = LoadedRows(
-        tuple(rows), shapes, duplicates, file, digest, tuple(near_copies), tuple(conflicts), tuple(warnings)
+        rows, _count_shapes(columns), duplicates, file, version.digest, near_copies, conflicts, tuple(warnings)
     )
     return loaded, faults
 
 
-def _record_identity(record: Mapping[str, Any]) -> bytes:
-    """A digest over all fields, whatever their order; refuses what could not be written to a file again."""
-    try:
-        canonical = json.dumps(record, ensure_ascii=False, sort_keys=True, allow_nan=False)
-        return hashlib.blake2b(canonical.encode("utf-8"), digest_size=16).digest()
-    except UnicodeEncodeError as error:
-        code = ord(error.object[error.start])
-        raise RowFault(f"holds half of a surrogate pair (U+{code:04X}), which is not a character") from error
-    except RecursionError as error:
-        raise RowFault("nested too deeply") from error
-    except ValueError as error:  # 1e999 is read as infinity
-        raise RowFault("holds a number beyond the range of a float") from error
+def _array_rows(file: Path, rules: RowRules, faults: list[Fault]) -> tuple[Columns, list[Row]]:
+    """Columns and rows of a JSON array, or none of an unusable file."""
+    builder = ColumnBuilder(rules)
+    rows: list[Row] = []
+    if not faults:
+        for line, record in array_records(file, rules.source, faults):
+            try:
+                content = builder.add(Decoded(record, canonical_json(record), False), line, 0, b"")
+            except RowFault as fault:
+                faults.append(Fault(rules.source, line, str(fault)))
+                continue
+            rows.append(rules.row(record, line, content))
+    return builder.columns(), rows
 
 
-def _row_id(record: Mapping[str, Any], stem: str, line: int) -> str:
-    given = record.get("id")
-    if given is None:
-        return f"{stem}:{line}"
-    if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
-        raise RowFault(f"'id' is {'empty' if given == '' else kind_of(given)}, expected a text or a whole number")
-    return str(given)
+def _id_clashes(columns: Columns, copy_of: Array, rules: RowRules, every: RowTable | Sequence[Row]) -> dict[int, Fault]:
+    """A fault for every row whose id is already that of an earlier row, and for each of its copies, by position."""
+    earlier: dict[int, int] = {}
+    named = copy_of[columns.id_rows] == columns.id_rows
+    id_rows, first = columns.id_rows[named], first_with_same(columns.ids[named])
+    for index in np.flatnonzero(first != np.arange(len(first))).tolist():
+        earlier[int(id_rows[index])] = int(id_rows[first[index]])
+    if len(columns.places):
+        others = np.minimum(np.searchsorted(columns.line, columns.places), len(columns) - 1)
+        taken = (columns.line[others] == columns.places) & ~columns.has_id[others]
+        for position, other in zip(columns.placed_rows[taken].tolist(), others[taken].tolist(), strict=True):
+            earlier[max(position, other)] = min(position, other)
+    unnamed = np.flatnonzero(~columns.has_id & (copy_of == np.arange(len(columns))))
+    unnamed_lines = columns.line[unnamed]
+    for index in (np.flatnonzero(unnamed_lines[1:] == unnamed_lines[:-1]) + 1).tolist():  # in an array on one line
+        earlier[int(unnamed[index])] = int(unnamed[np.searchsorted(unnamed_lines, unnamed_lines[index])])
+    if not earlier:
+        return {}
+    clashing = np.flatnonzero(np.isin(copy_of, list(earlier)))
+    rows = every.take(clashing) if isinstance(every, RowTable) else [every[at] for at in clashing.tolist()]
+    faults = {}
+    for position, row in zip(clashing.tolist(), rows, strict=True):
+        line = columns.line[earlier[int(copy_of[position])]]
+        faults[position] = Fault(rules.source, row.line, f"the id {quote(row.id)} is already that of line {line}")
+    return faults
 
 
-def _category(record: Mapping[str, Any], category_field: str | None) -> str | None:
-    for key in (category_field, "category"):
-        value = record.get(key) if key else None
-        if isinstance(value, list | dict):
-            raise RowFault(f"the category {key!r} is {kind_of(value)}, expected a text")
-        if value is not None and value != "":
-            return str(value)
-    return None
-
-
-def _compare_answers(rows: Sequence[Row]) -> tuple[list[tuple[Row, Row]], list[tuple[Row, Row]]]:
+def _compare_answers(
+    columns: Columns, rows: Sequence[Row]
+) -> tuple[Sequence[tuple[Row, Row]], Sequence[tuple[Row, Row]]]:
     """(near copies, conflicts) among rows whose whole prompt, system turn included, is the same but for case and
-    spaces; each row is compared with the first of its question and the first of its answer."""
-    by_question: dict[bytes, dict[bytes, Row]] = {}
-    near_copies, conflicts = [], []
-    for row in rows:
-        if row.text is not None:
-            question, answer = fingerprint(["text", row.text]), b""
-        else:
-            question = fingerprint(part for turn in row.prompt for part in (turn["role"], turn["content"]))
-            answer = fingerprint([row.target])
-            if not row.prompt:  # no question: any two such rows may differ
-                question = fingerprint(["no prompt", row.target])
-        answers = by_question.setdefault(question, {})
-        if answer in answers:
-            near_copies.append((answers[answer], row))
-        else:
-            if answers:
-                conflicts.append((next(iter(answers.values())), row))
-            answers[answer] = row
-    return near_copies, conflicts
+    spaces; each row is paired with the first of its question and answer, or else with the first of its question."""
+    first_asked = first_with_same(columns.asks)
+    # Sums of digests are as good as digests of both: the factor keeps (a, b) and (b, a) apart.
+    first_answered = first_with_same(columns.asks + columns.answer * np.uint64(0x9E3779B97F4A7C15))
+    position = np.arange(len(columns))
+    near = np.flatnonzero(first_answered != position)
+    conflicting = np.flatnonzero((first_answered == position) & (first_asked != position))
+    return RowPairs(rows, first_answered[near], near), RowPairs(rows, first_asked[conflicting], conflicting)
+
+
+def _count_shapes(columns: Columns) -> dict[str, int]:
+    """Rows by shape, the commonest first."""
+    codes, first, counts = np.unique(columns.shape, return_index=True, return_counts=True)
+    order = np.lexsort((first, -counts))
+    return {SHAPE_NAMES[int(codes[index])]: int(counts[index]) for index in order.tolist()}
+
+
+def _note_warnings(columns: Columns, source: str) -> list[str]:
+    codes, first, counts = np.unique(columns.note_codes, return_index=True, return_counts=True)
+    warnings = []
+    for index in np.argsort(first).tolist():
+        line = columns.line[columns.note_rows[first[index]]]
+        warnings.append(f"{counts[index]} rows: {columns.notes[codes[index]]} (first {source}:{line})")
+    return warnings
 
 
 def _pair_warnings(pairs: Sequence[tuple[Row, Row]], what: str) -> list[str]:
-    return first_ten(f"{first.where} and {second.where}: {what}" for first, second in pairs)
+    told = [f"{first.where} and {second.where}: {what}" for first, second in pairs[:10]]
+    return told + ([f"... and {len(pairs) - 10} more: {what}"] if len(pairs) > 10 else [])

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from evaluation import normalise
 from record_files import RowFault, first_ten, kind_of, quote
@@ -34,8 +34,7 @@ TRAINS_EVERY_ASSISTANT = frozenset({"all_assistant_turns", "all_assistant_messag
 TRAINS_OTHER_ROLES = frozenset({"all_messages", "all_tokens", "all_user_and_system_messages"})
 
 
-@dataclass(frozen=True)
-class RowContent:
+class RowContent(NamedTuple):
     """What a record holds once converted: turns, or `text`; `notes` say what was left out or added on the way."""
 
     shape: str
@@ -51,6 +50,9 @@ def convert_record(record: Mapping[str, Any], *, purpose: Purpose, train_on_what
     For training, the turns that `train_on_what` trains must hold text. Turns after the last assistant turn cannot
     be learnt from (nothing answers them) and are left out with a note, unless their own tokens are trained.
     """
+    plain = _plain_conversation(record) if purpose == "train" else None
+    if plain is not None:
+        return plain
     fitting = [shape for shape in _SHAPES if shape.keys <= record.keys()]
     usable = [shape for shape in fitting if purpose in shape.purposes]
     if not usable:
@@ -80,6 +82,58 @@ def convert_record(record: Mapping[str, Any], *, purpose: Purpose, train_on_what
         used = used | {"system"}
     messages = _check_turns(messages, purpose, train_on_what, notes)
     return RowContent(shape.name, tuple(messages), None, used, tuple(notes))
+
+
+def _plain_conversation(record: Mapping[str, Any]) -> RowContent | None:
+    """What the rules below give for the two commonest shapes where nothing needs to be said, many times faster.
+
+    None where a rule has to look closer. Every turn holds text and the last one is the assistant's, so that the row is
+    good whatever is trained.
+    """
+    if "messages" in record:
+        turns = record["messages"]
+        if type(turns) is not list or not turns or not _NOT_BESIDE_MESSAGES.isdisjoint(record):
+            return None
+        for turn in turns:
+            if type(turn) is not dict or len(turn) != 2:
+                return None
+            content = turn.get("content")
+            if turn.get("role") not in ROLES or type(content) is not str or not content or content.isspace():
+                return None
+        if turns[-1]["role"] != "assistant":
+            return None
+        return RowContent("messages", tuple(turns), None, _MESSAGES_KEYS, ())
+    asked, answered = record.get("prompt"), record.get("completion")
+    if type(asked) is not str or type(answered) is not str or not _NOT_BESIDE_COMPLETION.isdisjoint(record):
+        return None
+    if not asked or asked.isspace() or not answered or answered.isspace():
+        return None
+    pair = ({"role": "user", "content": asked}, {"role": "assistant", "content": answered})
+    return RowContent("prompt/completion", pair, None, _COMPLETION_KEYS, ())
+
+
+def plain_pair(record: Mapping[str, Any]) -> tuple[str, str, int, int] | None:
+    """(question, answer, position of its shape in `SHAPE_NAMES`, number of keys used) of a training record that is one
+    question and one answer, of which `convert_record` has nothing to say; None for every other record."""
+    turns = record.get("messages")
+    if turns is None:
+        asked, answered = record.get("prompt"), record.get("completion")
+        shape, used, elsewhere = 2, 2, _NOT_BESIDE_COMPLETION
+    elif type(turns) is list and len(turns) == 2:
+        first, second = turns
+        if type(first) is not dict or type(second) is not dict or len(first) != 2 or len(second) != 2:
+            return None
+        if first.get("role") != "user" or second.get("role") != "assistant":
+            return None
+        asked, answered = first.get("content"), second.get("content")
+        shape, used, elsewhere = 0, 1, _NOT_BESIDE_MESSAGES
+    else:
+        return None
+    if type(asked) is not str or type(answered) is not str or not asked or not answered:
+        return None
+    if asked.isspace() or answered.isspace() or (len(record) > used and not elsewhere.isdisjoint(record)):
+        return None
+    return asked, answered, shape, used
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:
@@ -202,6 +256,13 @@ _SHAPES = (
         refusal="a 'text' row has no target, so it cannot be scored; evaluation rows need a question and its answer",
     ),
 )
+
+
+SHAPE_NAMES = tuple(shape.name for shape in _SHAPES)
+_MESSAGES_KEYS, _COMPLETION_KEYS = _SHAPES[0].keys, _SHAPES[2].keys
+_KEYS_WITH_A_RULE = frozenset({"system", "history"}).union(*(shape.keys for shape in _SHAPES))
+_NOT_BESIDE_MESSAGES = _KEYS_WITH_A_RULE - _MESSAGES_KEYS
+_NOT_BESIDE_COMPLETION = _KEYS_WITH_A_RULE - _COMPLETION_KEYS
 
 
 def _no_shape(record: Mapping[str, Any], purpose: Purpose) -> str:

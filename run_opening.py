@@ -42,7 +42,7 @@ def show_plan(prepared: Prepared, screen: StructuredLogger) -> None:
 def create_run_folder(prepared: Prepared, runs_dir: Path | str, command: str, **state_fields: Any) -> CheckpointManager:
     """Make and lock the folder of a new run; `state_fields` are further fields of its `state.json`."""
     config = prepared.config
-    return CheckpointManager.create(
+    folder = CheckpointManager.create(
         runs_dir,
         config.to_json_dict(),
         command=command,
@@ -57,8 +57,11 @@ def create_run_folder(prepared: Prepared, runs_dir: Path | str, command: str, **
         evaluator=prepared.evaluator,
         data_digests=prepared.data_digests,
         config_digest=_digest(redact_values(config.to_json_dict())),
+        scores_are=run_summary.ON_TRAINING_DATA if prepared.on_training_data else None,
         **state_fields,
     )
+    folder.write_near_matches([match.to_json() for match in prepared.near_matches])
+    return folder
 
 
 @dataclass(frozen=True)
@@ -221,14 +224,15 @@ def tell_finished(folder: CheckpointManager, why: str, screen: StructuredLogger)
 
 def tell_outcome(folder: CheckpointManager, summary: Mapping[str, Any], screen: StructuredLogger) -> None:
     """The table of rounds, and where everything is."""
-    screen.rounds_table(summary["rounds"])
+    scores_are = f" ({summary['scores_are']})" if summary.get("scores_are") else ""
+    screen.rounds_table(summary["rounds"], scores_are=summary.get("scores_are"))
     best = "the base model" if summary["best_round"] == 0 else f"round {summary['best_round']}"
     met = "target met" if summary["exit_code"] == 0 else "target not met"
-    screen.say(f"{met}: best is {best} with {summary['best_score']:.3f} (threshold {summary['threshold']:g})")
+    screen.say(
+        f"{met}: best is {best} with {summary['best_score']:.3f}{scores_are} (threshold {summary['threshold']:g})"
+    )
     for lead in summary["leads"]:
         screen.say(f"  {lead['text']}")
-    if summary.get("scores_are"):
-        screen.warn(f"scores are {summary['scores_are']}")
     cost = f", {cost_estimate.dollars(summary['cost'])}" if summary["cost"] is not None else ""
     tokens = summary["tokens"]
     screen.say(

@@ -16,6 +16,9 @@ from evaluation import EvaluationResult, SampleResult
 if TYPE_CHECKING:
     from config_schema import Price
 
+ON_TRAINING_DATA = "on training data"
+"""What the scores are when evaluation items are in the training data; no such key where they are not."""
+
 # The keys of an item of `summary.rounds`, in the order in which they are written.
 ROUND_KEYS = (
     "round",

@@ -82,7 +82,9 @@ def training_size(
     supply, mean, deviation = 0, 0.0, 0.0
     for rows in files:
         measured = cost_estimate.some(rows, config.seed)
-        lengths = [sum(example.n_tokens for example in loader.render(row)) for row in measured]
+        lengths = [
+            sum(example.n_tokens for example in loader.render(row)) if loader.can_train(row) else 0 for row in measured
+        ]
         kept = [length for length in lengths if length]
         # Of a file whose measured rows were all dropped, no row can be longer than the limit.
         kept = kept or [loader.max_seq_length]

@@ -37,6 +37,7 @@ from error_handling import (
     TrainingError,
 )
 from logger import StructuredLogger
+from record_files import first_ten
 from step_pipeline import StepPipeline
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class TrainingRun:
         usable = prepared.loader.usable
         self._train_rows = usable(prepared.train.rows)
         self._pool_rows = usable(prepared.pool.rows) if prepared.pool else []
-        self._rows = {row.id: row for row in (*self._train_rows, *self._pool_rows)}
+        self._rows = data_loader.RowsById(self._train_rows, self._pool_rows)
         eval_rows = prepared.evaluation_rows.rows if prepared.evaluation_rows else ()
         self._selector = DataSelector(
             self._train_rows,
@@ -88,6 +89,7 @@ class TrainingRun:
             selection_config=self.config.selection,
             seed=self.config.seed,
             allow_overlap=self.config.allow_overlap,
+            can_train=prepared.loader.can_train,
         )
 
     # Where the run stands
@@ -200,9 +202,15 @@ class TrainingRun:
             return
         self.folder.start_phase(round, "select")
         if self.folder.load_selection(round) is None:
+            known = set(self.prepared.loader.dropped)
             selection = await self._choose(round)
+            self._tell_replaced(round, known)
             for note in selection.notes:
                 self.log.say(f"round {round}: {note}")
+            if selection.overlapping and not self._scores_are():
+                self.folder.update_state(scores_are=run_summary.ON_TRAINING_DATA)
+                self.log.warn(f"every score from round {round} on is {run_summary.ON_TRAINING_DATA}", round=round)
+            self.folder.write_set_aside(round, [row.to_json() for row in selection.set_aside])
             self.log.event(
                 "selection",
                 round=round,
@@ -213,6 +221,20 @@ class TrainingRun:
             )
             self.folder.write_selection(round, [row.to_json() for row in selection.rows])
         self._done(round, "select")
+
+    def _scores_are(self) -> str | None:
+        """What the scores are when evaluation items are in the training data; None where they are not."""
+        told: str | None = self.folder.load_state().get("scores_are")
+        return told
+
+    def _tell_replaced(self, round: int, known: set[str]) -> None:
+        """Warn of rows that could not be trained on when their turn came; those `known` were told before."""
+        reasons = {row: why for row, why in self.prepared.loader.dropped.items() if row not in known}
+        if reasons:
+            listed = "; ".join(first_ten(f"{row}: {why}" for row, why in reasons.items()))
+            self.log.warn(
+                f"{len(reasons)} rows cannot be trained on, so others took their places: {listed}", round=round
+            )
 
     async def _choose(self, round: int) -> Selection:
         seen: Counter[str] = Counter()
@@ -225,7 +247,7 @@ class TrainingRun:
             seen=seen,
             samples=self.folder.load_samples(round - 1),
         )
-        if round == 1 or not self.config.selection.label_guard:
+        if not self._selector.uses_losses(round):
             return choose()
         # The guard looks at the rows that would be trained on: measuring the whole supply would cost a round.
         candidates = list({chosen.row.id: chosen.row for chosen in choose(row_losses={}).rows}.values())
@@ -238,13 +260,14 @@ class TrainingRun:
     def _batches(self, round: int) -> list[list[data_loader.Row]]:
         """The rows of every step of a round whose selection is written."""
         chosen = self.folder.load_selection(round) or []
-        missing = [row["id"] for row in chosen if row["id"] not in self._rows]
+        found = self._rows.find(row["id"] for row in chosen)
+        missing = [row["id"] for row in chosen if row["id"] not in found]
         if missing:
             raise CheckpointError(
                 f"{self.folder.selection_path(round)}: rows {missing[:3]} are in no data file any more; put the files "
                 "back as they were, or start a new run"
             )
-        rows = [self._rows[row["id"]] for row in chosen]
+        rows = [found[row["id"]] for row in chosen]
         return [
             data_loader.batch_rows(
                 rows, batch_size=self.config.batch_size, seed=self.config.seed, round=round, step_in_round=number
@@ -388,6 +411,8 @@ class TrainingRun:
             self.folder.write_likelihood(round, [one.to_row() for one in likelihoods])
         tokens = paid_tokens.paid_tokens(self.folder, round)
         figures = run_summary.measured(result, nll)
+        if scores_are := self._scores_are():
+            figures["scores_are"] = scores_are
         self.log.event("evaluation", round=round, step=self._first_step(round + 1), **figures, logs=result.log_paths)
         cost = run_summary.money(tokens, self.config.prices.get(self.config.base_model))
         return {**figures, "tokens": tokens, "cost": cost}
@@ -449,7 +474,12 @@ class TrainingRun:
                 round,
                 result["checkpoint"] or config.base_model,
                 {key: result[key] for key in figures},
-                {"run_id": self.folder.run_id, "base_model": config.base_model, "threshold": config.eval_threshold},
+                {
+                    "run_id": self.folder.run_id,
+                    "base_model": config.base_model,
+                    "threshold": config.eval_threshold,
+                    **({"scores_are": result["scores_are"]} if result.get("scores_are") else {}),
+                },
             )
             client = evalops_client.EvalOpsClient(config.evalops_api_url)
             sent = evalops_client.submit_or_keep(
@@ -510,8 +540,8 @@ class TrainingRun:
         best = self.folder.checkpoint_of_round(last["best_round"]) if last["best_round"] else None
         unsent = self._send_outbox()
         notes: dict[str, Any] = {"model": self.config.base_model, "evalops_unsent": unsent}
-        if self.prepared.on_training_data:
-            notes["scores_are"] = "on training data"
+        if scores_are := self._scores_are():
+            notes["scores_are"] = scores_are
         summary = run_summary.build_summary(
             run_id=self.folder.run_id,
             status="completed",

@@ -57,7 +57,7 @@ def test_defaults_are_those_of_the_design(write):
     }  # fmt: skip
     assert config.selection.model_dump() == {
         "strategy": "balanced_failures", "pool_file": None, "hard_fraction": 0.25, "max_repeats": 1,
-        "label_guard": True,
+        "label_guard": True, "embedding_model": None,
     }  # fmt: skip
 
 
@@ -196,8 +196,8 @@ def test_the_builtin_evaluator_cannot_run_inspect_tasks(write):
         {"trackers": ["wandb"]},
         {"trackers": {"wandb": 1}},
         {"notify": "mail"},
-        {"heldout": {"test_file": "t.jsonl"}},
         {"heldout": {"bar": 0.5}},
+        {"heldout": {"test_file": "t.jsonl", "guardrails": 3}},
     ],
 )
 def test_keys_that_nothing_serves_are_refused_rather_than_ignored(write, changes):
@@ -425,7 +425,7 @@ def test_evalops_needs_its_key_in_the_environment(write):
 
 def test_every_key_is_described_with_a_sentence():
     rows = {key: (kind, default, text) for key, kind, default, text in describe_config()}
-    assert len(rows) == len(TrainingConfig.model_fields) - 5 + 7 + 4 + 5 + 3 + 6
+    assert len(rows) == len(TrainingConfig.model_fields) - 5 + 7 + 4 + 6 + 3 + 6
     assert all(text.endswith(".") and kind for kind, _, text in rows.values())
     assert rows["base_model"][:2] == ("text", "required")
     assert rows["warmup_steps"][:2] == ("whole number or null", "null")

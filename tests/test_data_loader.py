@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import base_models
+import data_loader
 from data_loader import (
     DataLoader,
     Row,
@@ -566,6 +567,58 @@ def test_row_longer_than_the_limit_is_dropped_whole_and_counted():
     with pytest.raises(DataError, match="none of 1 rows can be trained on; raise max_seq_length") as error:
         loader.check(rows[:1])
     assert error.value.exit_code == EXIT_USAGE
+
+
+def test_of_a_large_file_a_seeded_sample_is_checked(monkeypatch):
+    monkeypatch.setattr(data_loader, "HELD_ROWS", 30)
+    monkeypatch.setattr(data_loader, "CHECKED_ROWS", 20)
+    rows = [row(number, f"q{number}", "a") for number in range(60)]
+
+    def check(seed: int) -> list[str]:
+        chat_format = FakeFormat()
+        stats = DataLoader(chat_format, max_seq_length=64).check(rows, seed=seed)
+        assert chat_format.rendered == 20
+        assert (stats.rows, stats.of, stats.examples) == (20, 60, 20)
+        told = "checked 20 of 60 rows; the others are rendered when they are chosen"
+        assert stats.describe() == f"trained tokens 40 of 100 (40.0 %) in 20 examples; {told}"
+        return [word for word in chat_format.tokenizer.words if word.startswith("q")]
+
+    assert check(1) == check(1) != check(2)
+    loader = DataLoader(FakeFormat(), max_seq_length=64)
+    assert loader.usable(rows) is rows
+
+
+def test_a_large_file_is_only_refused_when_no_row_at_all_can_be_trained_on(monkeypatch):
+    monkeypatch.setattr(data_loader, "HELD_ROWS", 10)
+    monkeypatch.setattr(data_loader, "CHECKED_ROWS", 3)
+    long = [row(number, "word " * 30) for number in range(40)]
+    with pytest.raises(DataError, match="none of 40 rows can be trained on"):
+        DataLoader(FakeFormat(), max_seq_length=16).check(long)
+    stats = DataLoader(FakeFormat(), max_seq_length=16).check([*long, row(41, "short")])
+    assert (stats.dropped, stats.examples, stats.describe()[:24]) == (3, 0, "trained tokens 0 of 0 (0")
+
+
+def test_rendered_rows_are_kept_up_to_a_number_of_tokens(monkeypatch):
+    monkeypatch.setattr(data_loader, "KEPT_TOKENS", 15)  # a row costs 6: its 5 target tokens and one more
+    chat_format = FakeFormat()
+    loader = DataLoader(chat_format, max_seq_length=64)
+    first, second, third = (row(number, "q", "a") for number in (1, 2, 3))
+    for asked in (first, second, first, third, first, third):
+        assert loader.render(asked)[0].n_tokens == 5
+    assert chat_format.rendered == 3
+    loader.render(second)
+    assert chat_format.rendered == 4
+
+
+def test_a_row_that_the_chat_format_refuses_cannot_be_trained_on(chat_format):
+    loader = DataLoader(chat_format, max_seq_length=512)
+    first = Row("first", ({"role": "assistant", "content": "I speak first."},), None, "messages", "train", 3)
+    assert [loader.can_train(first), loader.can_train(first), loader.can_train(row(1, "q", "a"))] == [
+        False,
+        False,
+        True,
+    ]
+    assert loader.dropped["first"].startswith("train:3: ")
 
 
 def test_the_limit_counts_the_tokens_of_the_whole_sequence():

@@ -1,10 +1,12 @@
+import sys
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
 from data_selector import DataSelector
-from error_handling import ConfigurationError, DataError
+from error_handling import ConfigurationError, DataError, SelectionError
 from evaluation import SampleResult
 from row_files import Row
 
@@ -15,6 +17,7 @@ class Settings:
     hard_fraction: float = 0.25
     max_repeats: int = 1
     label_guard: bool = False
+    embedding_model: str | None = None
 
 
 LABELS = ("billing", "login", "delivery", "refund")
@@ -301,6 +304,151 @@ def test_an_id_that_names_two_rows_is_told():
         select([row("train:1", "a")], [row("train:1", "b", source="pool")])
 
 
+def test_rows_that_hold_most_of_a_sample_are_passed_over_and_told():
+    asked = "which lamp of the harbour wall is broken tonight"
+    train = [row("train:1", f"Tell me {asked}, please"), row("train:2", "a broken lamp"), row("train:3", "other words")]
+    samples = [sample("s", asked, "t", task="arc")]
+    chosen = select(train, samples=samples, count=2)
+    assert sorted(ids(chosen)) == ["train:2", "train:3"]
+    left_out = "1 rows hold most of an evaluation item and are left out: train:1 (100% of sample arc/s)"
+    assert left_out in chosen.notes
+    first = select(train, samples=samples, count=3, round=1)
+    assert sorted(ids(first)) == ["train:2", "train:3"]
+    assert left_out in first.notes
+
+
+def test_chosen_rows_that_are_evaluation_items_are_counted_when_allowed():
+    asked = "which lamp of the harbour wall is broken tonight"
+    train = [row("train:1", f"Tell me {asked}, please"), row("train:2", "Is it late?"), row("train:3", "other words")]
+    samples = [sample("s", asked, "t"), sample("late", "is it LATE", "t", 1.0)]
+    selector = DataSelector(train, [], [], selection_config=Settings(), seed=1, allow_overlap=True)
+    chosen = selector.select(round=2, count=3, seen={}, samples=samples)
+    assert chosen.overlapping == 2
+    assert "allow_overlap: 2 of the rows are evaluation items, or nearly" in chosen.notes
+    assert select(train, samples=samples, count=3).overlapping == 0
+
+
+# Neighbours by an embedding, and strategies of one's own
+
+
+def test_neighbours_by_an_embedding_function(tmp_path):
+    (tmp_path / "lengths.py").write_text("def embed(texts):\n    return [[1.0, len(text)] for text in texts]\n")
+    train = [row("train:1", "aaaaaaaaaaaa"), row("train:2", "bbb"), row("train:3", "cccccc")]
+    samples = [sample("f", "xxxxxx", "t")]
+    chosen = select(
+        train, samples=samples, count=1, strategy="failures", embedding_model=f"{tmp_path / 'lengths.py'}:embed"
+    )
+    assert [(c.row.id, c.why) for c in chosen.rows] == [
+        ("train:3", "nearest to failed sample eval_file/f (similarity 1.00)")
+    ]
+
+
+STRATEGY = """
+def by_id(request):
+    assert request.n_train == 2 and request.seen == {"train:1": 1} and request.samples[0].id == "s"
+    return (("pool:1" if request.round == 2 else request.rows[0], request.rng.choice(["why"])) for _ in range(1))
+
+def unknown(request):
+    return [("train:9", "w"), "train:1", ("train:1", "w"), ("train:1", "again"), ("train:2", 3)]
+
+def too_many(request):
+    return [(row, "all") for row in request.rows] + [("pool:2", "of the evaluation")]
+
+def nothing(request):
+    return []
+
+def fails(request):
+    return [request.missing]
+
+def two(request, more):
+    return []
+
+async def later(request):
+    return []
+"""
+
+
+def own(tmp_path, name: str, **more):
+    (tmp_path / "mine_of_test.py").write_text(STRATEGY)
+    train = [row("train:1", "alpha one"), row("train:2", "beta two")]
+    pool = [row("pool:1", "gamma three", source="pool"), row("pool:2", "Where is it?", source="pool")]
+    return select(
+        train,
+        pool,
+        samples=[sample("s", "where is it", "t")],
+        strategy=f"{tmp_path}/mine_of_test.py:{name}",
+        seen={"train:1": 1},
+        **{"count": 3, **more},
+    )
+
+
+@pytest.fixture
+def own_path(monkeypatch, tmp_path):
+    """A folder for a module of one test's own."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "mine_of_test", raising=False)
+    yield tmp_path
+    sys.modules.pop("mine_of_test", None)
+
+
+def test_a_strategy_of_one_s_own_chooses_rows_or_ids(own_path):
+    chosen = own(own_path, "by_id", label_guard=True)
+    assert [(c.row.id, c.why) for c in chosen.rows] == [("pool:1", "why")]
+    assert "label guard not applied: the rows are chosen by a function of your own" in chosen.notes
+    assert "1 rows for 3 places: the list is cycled" in chosen.notes
+    assert ids(own(own_path, "by_id", round=1)) == ["train:1"]
+
+
+def test_the_readme_s_strategy_is_one(own_path):
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
+    source = next(block for block in readme.split("```") if "def shortest_first" in block).removeprefix("python\n")
+    (own_path / "shortest.py").write_text(source)
+    train = [row("train:1", "a long question"), row("train:2", "mid size"), row("train:3", "short")]
+    chosen = select(train, count=2, seen={"train:3": 1}, strategy=f"{own_path}/shortest.py:shortest_first")
+    assert [(c.row.id, c.why) for c in chosen.rows] == [
+        ("train:2", "short: 8 characters"),
+        ("train:1", "short: 15 characters"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "faults"),
+    [
+        (
+            "unknown",
+            [
+                "item 1: 'train:9' is the id of no training or pool row",
+                "item 2 is 'train:1', expected (row or row id, why it was chosen)",
+                "item 4: row 'train:1' is listed more than once (selection.max_repeats)",
+                "item 5 is ('train:2', 3), expected",
+            ],
+        ),
+        ("too_many", ["item 4: row 'pool:2' asks what an evaluation item asks", "5 rows for 3 places"]),
+        ("nothing", ["no row was chosen"]),
+        ("fails", ["round 2: AttributeError: 'SelectionRequest' object has no attribute 'missing'"]),
+    ],
+)
+def test_what_a_strategy_returns_is_checked(own_path, name, faults):
+    with pytest.raises(SelectionError) as error:
+        own(own_path, name)
+    assert f"selection.strategy {own_path}/mine_of_test.py:{name}, round 2" in str(error.value)
+    for fault in faults:
+        assert fault in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("two", "two must take 1 argument by position"),
+        ("later", "later is a coroutine function, expected a plain function"),
+        ("absent", "the module has no absent; functions there: by_id, unknown"),
+    ],
+)
+def test_a_strategy_is_checked_before_it_is_needed(own_path, name, message):
+    with pytest.raises(ConfigurationError, match=message):
+        own(own_path, name)
+
+
 # The label guard
 
 
@@ -368,3 +516,26 @@ def test_guard_leaves_a_class_alone_that_gets_nearly_every_reply():
     third = [replace(sample, id=f"more-{sample.id}", target="billing", score=0.0) for sample in lumped]
     chosen = select(guard_rows(), samples=[*lumped, *third], count=30, losses=losses, label_guard=True)
     assert chosen.set_aside == ()
+
+
+# Rows that turn out not to be trainable
+
+
+@pytest.mark.parametrize("strategy", ["balanced_failures", "failures", "balanced", "random", "none"])
+@pytest.mark.parametrize("round", [1, 2])
+def test_a_row_that_cannot_be_trained_on_gives_its_place_to_the_next(strategy, round):
+    rows = labelled({"billing": 20, "refund": 20})
+    bad = {f"train:{number}" for number in range(0, 40, 2)}
+    asked: set[str] = set()
+
+    def can_train(row: Row) -> bool:
+        asked.add(row.id)
+        return row.id not in bad
+
+    selector = DataSelector(
+        rows, [], [], selection_config=Settings(strategy=strategy, label_guard=False), seed=1, can_train=can_train
+    )
+    chosen = selector.select(round=round, count=12, seen={}, samples=evaluation(("billing", "refund")))
+    assert len(set(ids(chosen))) == 12
+    assert bad.isdisjoint(ids(chosen))
+    assert len(asked) < 40  # asked only when a row's turn has come

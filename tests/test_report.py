@@ -246,3 +246,31 @@ def test_a_score_without_interval_is_plotted_and_several_tasks_get_a_table(manag
     )
     text = Page(report.write_report(manager.run_dir)[-1].read_text("utf-8")).text
     assert re.search(r"baseline\s*two\s*0\.500\s*-\s*10\s*1\s*0\.556\s*f1 of x", text)
+
+
+def test_near_copies_notes_of_selections_and_scores_on_training_data_are_told(manager):
+    fill(manager)
+    item = {"item": "q7", "item_where": "e.jsonl:7", "score": 0.9}
+    near = [{"id": f"train:{n}", "where": f"t.jsonl:{n}", **item} for n in range(12)]
+    manager.write_near_matches(near)
+    assert manager.load_near_matches() == near
+    manager.write_set_aside(2, [{"id": "train:5", "label": "refund", "loss": 3.1}])
+    manager.write_set_aside(3, [])
+    assert [path.name for path in (manager.run_dir / "selection").glob("*.set_aside.jsonl")] == [
+        "round_02.set_aside.jsonl"
+    ]
+    log = StructuredLogger(manager.metrics_path, console=False)
+    log.event("selection", round=2, notes=["label guard: 1 of the 8 rows measured are set aside: t.jsonl:5"])
+    report.write_report(manager.run_dir)
+    page = Page((manager.run_dir / "report.html").read_text())
+    assert (
+        "12 training rows with at least 80 % of an evaluation item's word sequences left out of training" in page.text
+    )
+    assert "t.jsonl:9 holds 90% of q7 (e.jsonl:7); ... and 2 more" in page.text
+    assert "round 2: label guard: 1 of the 8 rows measured are set aside: t.jsonl:5" in page.text
+    assert "on training data" not in page.text
+    manager.update_state(scores_are=run_summary.ON_TRAINING_DATA)
+    report.write_report(manager.run_dir)
+    page = Page((manager.run_dir / "report.html").read_text())
+    assert "Every score on this page is on training data" in page.text
+    assert "Score by category (scores on training data)" in page.text

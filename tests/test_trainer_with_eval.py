@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 
 import config_schema
+import data_loader
+import row_files
 import trainer_with_eval
 from error_handling import CheckpointError, ConfigurationError, EvalLoopError, TrainingError
 
@@ -100,6 +102,23 @@ def scores(summary: dict[str, Any]) -> list[tuple[Any, ...]]:
     ]
 
 
+def test_a_large_file_is_read_and_rendered_as_its_rows_are_chosen(tmp_path, monkeypatch):
+    for module, name, value in ((row_files, "HELD_ROWS", 30), (data_loader, "HELD_ROWS", 30)):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(data_loader, "CHECKED_ROWS", 5)
+    train = tmp_path / "train.jsonl"
+    rows = [{"prompt": f"Question {n}", "completion": "long " * (900 if n % 2 else 1)} for n in range(60)]
+    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"train_file": str(train), "steps_per_round": 1, "batch_size": 8, "max_rounds": 1, "warmup_steps": None}
+    summary, run_dir = run(tmp_path, **changes, evaluation={"evaluator": "simple", "max_tokens": 1})
+    assert [row["rows"] for row in summary["rounds"]] == [0, 8]
+    chosen = [json.loads(line)["id"] for line in (run_dir / "selection" / "round_01.jsonl").read_text().splitlines()]
+    assert len(set(chosen)) == 8
+    assert all((int(name.split(":")[1]) - 1) % 2 == 0 for name in chosen)
+    warnings = [row["message"] for row in events(run_dir, "warning")]
+    assert any("cannot be trained on, so others took their places" in warning for warning in warnings)
+
+
 @pytest.fixture(scope="module")
 def memorised(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     with pytest.MonkeyPatch.context() as patch:
@@ -145,6 +164,22 @@ def test_the_run_folder_holds_what_the_documentation_promises(memorised):
     assert all(row["why"] for row in chosen)
     assert (run_dir / "report.html").stat().st_size > 10_000
     assert {path.name for path in (run_dir / "plots").iterdir()} >= {"loss.png", "score.png"}
+
+
+def test_scores_on_training_data_say_so_wherever_they_stand(memorised, capsys):
+    summary, run_dir = memorised
+    assert summary["scores_are"] == "on training data"
+    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    measured = [event for event in events if event["event"] == "evaluation"]
+    assert len(measured) == len(summary["rounds"])
+    assert {event["scores_are"] for event in measured} == {"on training data"}
+    page = (run_dir / "report.html").read_text()
+    assert "Every score on this page is on training data" in page
+    assert "<h2>Rounds (scores on training data)</h2>" in page
+    assert main("--resume", run_dir) == 0
+    shown = capsys.readouterr().out
+    assert "Score on training data by round" in shown
+    assert f"with {summary['best_score']:.3f} (on training data)" in shown
 
 
 def test_every_step_is_logged_once_with_its_learning_rate_and_loss(memorised):
@@ -587,6 +622,8 @@ def test_evalops_gets_every_evaluated_round_and_never_decides_the_run(tmp_path, 
     assert received[1]["testSuiteId"] == "suite-9"
     assert received[1]["config"]["metadata"]["round"] == 1
     assert received[1]["config"]["metadata"]["metrics"]["score"] == summary["rounds"][1]["score"]
+    assert received[1]["config"]["metadata"]["scores_are"] == "on training data"
+    assert ", score on training data 0." in received[1]["description"]
     assert received[0]["key"] == "Bearer eo-marked-key"
     written = [path for path in run_dir.rglob("*") if path.is_file() and path.suffix in (".json", ".jsonl", ".html")]
     assert written
