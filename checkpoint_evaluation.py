@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import chat_sampler
@@ -34,7 +34,7 @@ async def ask_checkpoint(
 
     `state_path` is their saved state, where an earlier process saved both: see `Backend.create_sampling_client`.
 
-    Each sample is in the run folder before the next is counted; those of an interrupted attempt are not asked again.
+    Each sample is in the run folder before it is counted; those of an interrupted attempt are not asked again.
     Raises `EvaluationError` when too many fail: then there is no score.
     """
     settings = prepared.config.evaluation
@@ -59,9 +59,9 @@ async def ask_checkpoint(
         if answered:
             bar.advance(answered)
 
-        def keep(sample: SampleResult) -> None:
-            folder.append_sample(round, sample)
-            bar.advance()
+        def keep(samples: Sequence[SampleResult]) -> None:
+            folder.append_samples(round, samples)
+            bar.advance(len(samples))
 
         if prepared.evaluator == "simple":
             assert prepared.evaluation_rows is not None, "the built-in evaluator is chosen only with an eval_file"
@@ -73,7 +73,7 @@ async def ask_checkpoint(
                 cluster_by=settings.cluster_by,
                 category_field=settings.category_field,
                 done=known,
-                on_sample=keep,
+                on_samples=keep,
                 max_errors=settings.max_errors,
             )
         return await inspect_eval.run_inspect_evaluation(
@@ -83,7 +83,7 @@ async def ask_checkpoint(
             log_dir=folder.evals_dir,
             metadata={"run_id": folder.run_id, "round": round, "checkpoint": model_path or "base model"},
             done=known,
-            on_sample=keep,
+            on_samples=keep,
             max_errors=settings.max_errors,
         )
 

@@ -339,10 +339,14 @@ class CheckpointManager:
     # Samples, selections, results
 
     def append_sample(self, round: int, sample: SampleResult) -> None:
-        """Keep one evaluated sample of `round`, on disk when the call returns."""
-        row = sample.to_row()
+        """`append_samples` of one."""
+        self.append_samples(round, [sample])
+
+    def append_samples(self, round: int, samples: Sequence[SampleResult]) -> None:
+        """Keep evaluated samples of `round`, on disk when the call returns."""
+        rows = [sample.to_row() for sample in samples]
         # Reply, input and target stay as they are; an error text may quote a request with its key.
-        self._append(self.samples_path(round), {**row, "error": redact_values(row["error"])})
+        self._append(self.samples_path(round), *({**row, "error": redact_values(row["error"])} for row in rows))
 
     def load_samples(self, round: int) -> list[SampleResult]:
         """The samples of `round` kept so far, one per key (task, id, epoch): the last row wins."""
@@ -444,10 +448,10 @@ class CheckpointManager:
         durable_files.write_json(self.run_dir / "state.json", new_state)
         self._state = new_state
 
-    def _append(self, path: Path, row: Mapping[str, Any]) -> None:
+    def _append(self, path: Path, *rows: Mapping[str, Any]) -> None:
         self._need_lock()
         self._make_folder(path.parent)
-        durable_files.append_line(path, row)
+        durable_files.append_lines(path, rows)
 
     def _make_folder(self, folder: Path) -> None:
         # Never the run folder itself: one that has vanished is an error, not a reason to begin an empty one.

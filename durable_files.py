@@ -15,7 +15,7 @@ import math
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -129,19 +129,24 @@ def read_json(path: Path | str) -> dict[str, Any]:
 
 
 def append_line(path: Path | str, row: Mapping[str, Any]) -> None:
-    """Append `row` as one JSON line and fsync. A torn last line left by a crash is cut off first, never glued to.
+    """`append_lines` of one row."""
+    append_lines(path, [row])
+
+
+def append_lines(path: Path | str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Append `rows` as JSON lines and fsync once. A torn last line left by a crash is cut off first, never glued to.
 
     When the disk refuses, the part already written is taken back and `StorageError` raised.
     """
     path = Path(path)
-    line = (to_json(row, name=path.name) + "\n").encode("utf-8")
+    lines = "".join(to_json(row, name=path.name) + "\n" for row in rows).encode("utf-8")
     with storage_errors(path, "append to"), _appending:
         is_new = not path.exists()
         with open(path, "a+b", buffering=0) as file:
             _repair_tail(file)
             end = file.seek(0, os.SEEK_END)
             try:
-                _write_all(file, line)
+                _write_all(file, lines)
                 os.fsync(file.fileno())
             except OSError:
                 with suppress(OSError):  # what cannot be taken back is recognised as torn next time
@@ -235,14 +240,15 @@ def _repair_tail(file: Any) -> int:
 
 def _last_line(file: BinaryIO, end: int) -> tuple[int, bytes]:
     """(offset, content with its newline) of the last line that is not blank, together with blank lines after it."""
-    tail, start = b"", end
+    tail, start, step = b"", end, 2048  # most lines are short, and this is read before every append
     while start > 0:
-        step = min(65536, start)
+        step = min(step, start)
         start = file.seek(start - step)
         tail = file.read(step) + tail
         cut = tail.rstrip().rfind(b"\n")
         if cut >= 0:
             return start + cut + 1, tail[cut + 1 :]
+        step = max(65536, step)
     return 0, tail
 
 

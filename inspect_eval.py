@@ -62,19 +62,19 @@ async def run_inspect_evaluation(
     log_dir: str | Path,
     metadata: Mapping[str, Any],
     done: Iterable[SampleResult] = (),
-    on_sample: Callable[[SampleResult], None] | None = None,
+    on_samples: Callable[[Sequence[SampleResult]], None] | None = None,
     max_errors: float = 0.05,
     max_connections: int = 64,
 ) -> EvaluationResult:
     """Run `tasks` on the checkpoint behind `sampler`; the result's samples are in the order of tasks and data sets.
 
     `metadata` (round, checkpoint) is written into the logs, which go to `log_dir`. `done` are results of an
-    interrupted attempt: those that did not fail are part of the result and never asked again. `on_sample` is called
-    with each new result as its sample ends. `sampler`'s max_tokens and temperature outrank a task's own configuration
+    interrupted attempt: those that did not fail are part of the result and never asked again. `on_samples` is called
+    with new results as their samples end. `sampler`'s max_tokens and temperature outrank a task's own configuration
     (not what its solver asks for in a `generate` call).
 
     A sample that failed has score 0 and stays in the denominator; when more than the share `max_errors` of a task's
-    failed, or when a sample never came back, `EvaluationError` is raised. A refused key, an error of `on_sample` and
+    failed, or when a sample never came back, `EvaluationError` is raised. A refused key, an error of `on_samples` and
     a bug end the evaluation at once, unchanged. Evaluations that are started at the same time run one by one.
     """
     async with _locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
@@ -83,7 +83,7 @@ async def run_inspect_evaluation(
         _refuse_vanished(plans, settled)
         from inspect_model import Delivery
 
-        delivery = Delivery(on_sample=on_sample, plans={plan.name: plan for plan in plans})
+        delivery = Delivery(on_samples=on_samples, plans={plan.name: plan for plan in plans})
         pending = [plan for plan in plans if any(key not in settled for key in plan.keys)]
         logs: Sequence[Any] = ()
         if pending:

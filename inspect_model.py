@@ -2,7 +2,7 @@
 
 Importing this module imports Inspect AI (seconds), so `inspect_eval` imports it only when it evaluates::
 
-    delivery = Delivery(on_sample)
+    delivery = Delivery(on_samples)
     with delivering(delivery):
         logs = await eval_async(tasks, model=sampler_model(sampler, "Qwen/Qwen3-8B", delivery), ...)
 """
@@ -56,7 +56,7 @@ class Delivery:
     `stop` is then called.
     """
 
-    on_sample: Callable[[SampleResult], None] | None = None
+    on_samples: Callable[[Sequence[SampleResult]], None] | None = None
     plans: Mapping[str, PlannedTask] = field(default_factory=dict)
     results: dict[tuple[str, str, int], SampleResult] = field(default_factory=dict)
     fatal: BaseException | None = None
@@ -81,8 +81,8 @@ class Delivery:
         try:
             result = sample_result(sample, self.plans[task], model_key=self.model_key)
             self.results[result.key] = result
-            if self.on_sample is not None:
-                self.on_sample(result)
+            if self.on_samples is not None:
+                self.on_samples([result])
         except Exception as err:  # noqa: BLE001 - raised again by the evaluation, which it ends
             self.end(err)
 

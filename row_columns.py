@@ -173,18 +173,25 @@ class ColumnBuilder:
 
     def _add_plain(self, record: dict[str, Any], canonical: bytes, line: int, offset: int, raw: bytes) -> None:
         pair = plain_pair(record) if self._rules.purpose == "train" else None
-        if pair is None or len(record) > pair[3]:
+        if pair is None or len(record) > pair.used:
             decoded = self._decoder.decode(raw, offset) if holds_huge(record.values()) else None
             if decoded is not None or pair is None:
                 self.add(decoded or Decoded(record, canonical, True), line, offset, raw)
                 return
-        asked, answered, shape, used = pair
-        flags, code = _PLAIN | _ONE_KEY, -1
-        if len(record) > used:
+        flags, code = _PLAIN, -1
+        if len(record) > pair.used:
             own, code = self._beside(record)
             flags |= own
-        self._numbers.extend((offset, len(raw), line, crc32(raw), flags, shape, code))
-        self._digests += xxh3_128_digest(canonical) + text_key(asked) + text_key(answered)
+        folded = _folded(pair.asked)
+        asks = xxh3_128_digest(folded)
+        if pair.system is None:
+            flags |= _ONE_KEY
+        else:
+            self._key_rows.append(self._rows)
+            self._keys += asks
+            asks = xxh3_128_digest(b"system\x00" + _folded_system(pair.system) + b"user\x00" + folded)
+        self._numbers.extend((offset, len(raw), line, crc32(raw), flags, pair.shape, code))
+        self._digests += xxh3_128_digest(canonical) + asks + text_key(pair.answered)
         self._rows += 1
 
     def add(self, decoded: Decoded, line: int, offset: int, raw: bytes) -> RowContent:

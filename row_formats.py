@@ -112,17 +112,34 @@ def _plain_conversation(record: Mapping[str, Any]) -> RowContent | None:
     return RowContent("prompt/completion", pair, None, _COMPLETION_KEYS, ())
 
 
-def plain_pair(record: Mapping[str, Any]) -> tuple[str, str, int, int] | None:
-    """(question, answer, position of its shape in `SHAPE_NAMES`, number of keys used) of a training record that is one
-    question and one answer, of which `convert_record` has nothing to say; None for every other record."""
+class PlainPair(NamedTuple):
+    """The texts of a row that is one question and one answer, perhaps after a system turn; `shape` is a position in
+    `SHAPE_NAMES`, `used` the number of the record's keys that hold them."""
+
+    system: str | None
+    asked: str
+    answered: str
+    shape: int
+    used: int
+
+
+def plain_pair(record: Mapping[str, Any]) -> PlainPair | None:
+    """A training record that is one question and one answer, and of which `convert_record` has nothing to say; None
+    for every other record."""
     turns = record.get("messages")
+    system = None
     if turns is None:
         asked, answered = record.get("prompt"), record.get("completion")
         shape, used, elsewhere = 2, 2, _NOT_BESIDE_COMPLETION
-    elif type(turns) is list and len(turns) == 2:
-        first, second = turns
-        if type(first) is not dict or type(second) is not dict or len(first) != 2 or len(second) != 2:
-            return None
+    elif type(turns) is list and 2 <= len(turns) <= 3:
+        for turn in turns:
+            if type(turn) is not dict or len(turn) != 2:
+                return None
+        if len(turns) == 3:
+            system = turns[0].get("content")
+            if turns[0].get("role") != "system" or type(system) is not str or not system:
+                return None
+        first, second = turns[-2:]
         if first.get("role") != "user" or second.get("role") != "assistant":
             return None
         asked, answered = first.get("content"), second.get("content")
@@ -133,7 +150,7 @@ def plain_pair(record: Mapping[str, Any]) -> tuple[str, str, int, int] | None:
         return None
     if asked.isspace() or answered.isspace() or (len(record) > used and not elsewhere.isdisjoint(record)):
         return None
-    return asked, answered, shape, used
+    return PlainPair(system, asked, answered, shape, used)
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:

@@ -87,9 +87,12 @@ class RowRules:
     def row(self, record: Mapping[str, Any], line: int, content: RowContent | None = None) -> Row:
         """The row of a record; `RowFault` says why it is none. `content` is that of the record, when it is known."""
         pair = plain_pair(record) if content is None and self.purpose == "train" else None
-        if pair is not None and len(record) == pair[3]:  # nothing else to look at: most rows of most files
-            messages = tuple(record["messages"]) if pair[2] == 0 else _pair_of_turns(*pair[:2])
-            return Row(self.default_id(line), messages, None, SHAPE_NAMES[pair[2]], self.source, line)
+        if pair is not None and len(record) == pair.used:  # nothing else to look at: most rows of most files
+            turns = record.get("messages") or (
+                {"role": "user", "content": pair.asked},
+                {"role": "assistant", "content": pair.answered},
+            )
+            return Row(self.default_id(line), tuple(turns), None, SHAPE_NAMES[pair.shape], self.source, line)
         content = content or self.content(record)
         used = content.used_keys
         metadata: dict[str, Any] = {}
@@ -107,10 +110,6 @@ class RowRules:
             category=self.category(record),
             metadata=metadata,
         )
-
-
-def _pair_of_turns(asked: str, answered: str) -> tuple[Message, ...]:
-    return {"role": "user", "content": asked}, {"role": "assistant", "content": answered}
 
 
 def given_id(record: Mapping[str, Any]) -> str | None:

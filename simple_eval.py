@@ -1,9 +1,9 @@
 """The built-in evaluator: ask a checkpoint the rows of a file and compare its replies with their targets.
 
-    result = await run_simple_evaluation(sampler, rows, on_sample=append_row, done=rows_of_an_interrupted_attempt)
+    result = await run_simple_evaluation(sampler, rows, on_samples=append_rows, done=rows_of_an_interrupted_attempt)
 
-It needs nothing but a sampler, scores exactly as our Inspect task `labelled_rows` does, and costs well under a
-millisecond of CPU per sample beside the request itself.
+It needs nothing but a sampler, scores exactly as our Inspect task `labelled_rows` does, and costs little beside the
+request itself (`benchmarks/evaluation_throughput.py`).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ async def run_simple_evaluation(
     cluster_by: str | None = None,
     category_field: str | None = None,
     done: Iterable[SampleResult] = (),
-    on_sample: Callable[[SampleResult], None] | None = None,
+    on_samples: Callable[[Sequence[SampleResult]], None] | None = None,
     concurrency: int = 64,
     max_errors: float = 0.05,
 ) -> EvaluationResult:
@@ -126,8 +126,9 @@ async def run_simple_evaluation(
     `labels` are the labels that a leniently scored reply must not mention beside the right one (default: the rows'
     targets where they form a closed set). `cluster_by` names the field of a row that holds what it has in common with
     others, `category_field` the one that its category came from. `done` are results of an interrupted attempt: those
-    that did not fail are part of the result and never asked again. `on_sample` is called with each new result as it
-    arrives. At most `concurrency` requests are in flight. The result's samples are in the order of `rows`.
+    that did not fail are part of the result and never asked again. `on_samples` is called with new results as they
+    arrive, those that arrive at the same time together. At most `concurrency` requests are in flight. The result's
+    samples are in the order of `rows`.
 
     A row whose request failed has score 0 and stays in the denominator; when more than the share `max_errors` failed,
     `EvaluationError` is raised after all were asked. A refused key and errors that are no failed request end the
@@ -147,18 +148,39 @@ async def run_simple_evaluation(
         else:
             results[row.id] = known
     queue = iter(to_ask)
+    arrived: list[SampleResult] = []
+    news = asyncio.Event()
 
     async def worker() -> None:
         for row in queue:
             cluster = row_cluster(row, cluster_by, category_field) if cluster_by else None
-            result = await _ask(sampler, row, labels, task, cluster)
-            results[row.id] = result
-            if on_sample is not None:
-                on_sample(result)
+            results[row.id] = await _ask(sampler, row, labels, task, cluster)
+            arrived.append(results[row.id])
+            news.set()
+
+    def deliver() -> int:
+        batch = list(arrived)
+        arrived.clear()
+        if on_samples is not None and batch:
+            on_samples(batch)
+        return len(batch)
+
+    async def deliverer() -> None:
+        # A task of its own, so that replies of one turn of the loop cost one write and not one each.
+        left = len(to_ask)
+        try:
+            while left:
+                await news.wait()
+                news.clear()
+                left -= deliver()
+        except asyncio.CancelledError:
+            deliver()
+            raise
 
     ended_by: BaseException | None = None
     try:
         async with asyncio.TaskGroup() as group:
+            group.create_task(deliverer())
             for _ in range(min(concurrency, len(to_ask))):
                 group.create_task(worker())
     except BaseExceptionGroup as errors:  # by then the group has cancelled the other workers

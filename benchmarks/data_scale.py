@@ -66,8 +66,8 @@ def load(train: Path) -> dict[str, Any]:
     ended = time.perf_counter()
     read = sum(1 for _ in loaded.rows)
     figures = {"import": imported - started, "load": ended - imported, "iterate": time.perf_counter() - ended}
-    note = f"{loaded.describe()}; {len(loaded.conflicts)} conflicts; {read} rows read; processor time of the load "
-    return {"seconds": figures, "note": note + f"{spent:.1f} s here, which is what it takes on an idle machine"}
+    note = f"{loaded.describe()}; {len(loaded.conflicts)} conflicts; {read} rows read; the load took this process "
+    return {"seconds": figures, "note": note + f"{spent:.1f} s of processor time"}
 
 
 def datasets(train: Path) -> dict[str, Any]:

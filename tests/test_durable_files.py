@@ -22,6 +22,16 @@ def test_append_never_glues_to_a_torn_line(tmp_path):
     assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
 
 
+def test_lines_appended_together_are_whole_lines_and_none_of_them_is_none(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    durable_files.append_lines(path, [{"n": 1}, {"n": 2}])
+    durable_files.append_lines(path, [])
+    assert path.read_bytes() == b'{"n": 1}\n{"n": 2}\n'
+    with pytest.raises(UnstorableValueError):
+        durable_files.append_lines(path, [{"n": 3}, {"n": float("nan")}])
+    assert path.read_bytes() == b'{"n": 1}\n{"n": 2}\n'
+
+
 def test_append_keeps_a_whole_line_that_lost_only_its_newline(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}')

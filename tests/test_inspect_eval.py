@@ -158,7 +158,7 @@ async def test_all_samples_failed_is_no_score(tmp_path: Path) -> None:
     sampler = ScriptedSampler(lambda *_: ServiceError("HTTP 500"))
     delivered: list[SampleResult] = []
     with pytest.raises(EvaluationError, match="10 of 10 samples of numbers failed"):
-        await run(sampler, tmp_path, small("numbers"), on_sample=delivered.append)
+        await run(sampler, tmp_path, small("numbers"), on_samples=delivered.extend)
     assert [bool(sample.error) for sample in delivered] == [True] * 10
 
 
@@ -256,7 +256,7 @@ async def test_done_samples_are_not_asked_again_but_failed_ones_are(tmp_path: Pa
     done = [sample for sample in whole.samples if sample.key not in lost]
     sampler = ScriptedSampler(right)
     delivered: list[SampleResult] = []
-    result = await run(sampler, tmp_path, small("repeated"), small("numbers"), done=done, on_sample=delivered.append)
+    result = await run(sampler, tmp_path, small("repeated"), small("numbers"), done=done, on_samples=delivered.extend)
     assert sorted(sampler.asked) == [("question 1", 2), ("question 2", 3), ("question 3", 1), ("question 4", 1)]
     assert {sample.key for sample in delivered} == {*lost, ("repeated", "q001", 2)}
     assert (result.n, result.errors, result.score) == (14, 0, 1.0)
@@ -281,7 +281,12 @@ async def test_the_same_replies_give_the_same_result_in_the_same_order(tmp_path:
             return await super().reply(messages, epoch=epoch)
 
     arrived: list[str] = []
-    first = await run(Uneven(right), tmp_path, small("numbers"), on_sample=lambda sample: arrived.append(sample.id))
+    first = await run(
+        Uneven(right),
+        tmp_path,
+        small("numbers"),
+        on_samples=lambda samples: arrived.extend(sample.id for sample in samples),
+    )
     second = await run(Uneven(right), tmp_path, small("numbers"), max_connections=1)
     assert [(s.key, s.output, s.score) for s in first.samples] == [(s.key, s.output, s.score) for s in second.samples]
     assert sorted(arrived) == [sample.id for sample in first.samples]
@@ -300,7 +305,7 @@ async def test_a_refused_key_or_a_bug_ends_the_evaluation_at_once(tmp_path: Path
             sampler,
             tmp_path,
             small("numbers", args={"count": 60}),
-            on_sample=delivered.append,
+            on_samples=delivered.extend,
             max_connections=2,
             max_errors=1.0,
         )
@@ -312,11 +317,11 @@ async def test_a_refused_key_or_a_bug_ends_the_evaluation_at_once(tmp_path: Path
 
 
 async def test_an_error_of_the_receiver_is_not_swallowed(tmp_path: Path) -> None:
-    def full(_: SampleResult) -> None:
+    def full(_: object) -> None:
         raise OSError("no space left on device")
 
     with pytest.raises(OSError, match="no space left"):
-        await run(ScriptedSampler(right), tmp_path, small("numbers"), on_sample=full)
+        await run(ScriptedSampler(right), tmp_path, small("numbers"), on_samples=full)
 
 
 async def test_tools_are_refused_clearly(tmp_path: Path) -> None:
@@ -327,7 +332,7 @@ async def test_tools_are_refused_clearly(tmp_path: Path) -> None:
 async def test_cancelling_an_evaluation_cancels_it_and_leaves_room_for_the_next(tmp_path: Path) -> None:
     sampler = ScriptedSampler(right, delay_s=30)
     delivered: list[SampleResult] = []
-    running = asyncio.create_task(run(sampler, tmp_path, small("numbers"), on_sample=delivered.append))
+    running = asyncio.create_task(run(sampler, tmp_path, small("numbers"), on_samples=delivered.extend))
     while not sampler.asked:
         await asyncio.sleep(0.01)
     running.cancel()

@@ -51,6 +51,9 @@ MIXED = [
         ],
         "id": 12345678901234567890123,
     },
+    {"messages": [{"role": "system", "content": "Be kind."}, *chat("Which bus?", "Line 9")["messages"]]},
+    {"messages": [{"role": "system", "content": ""}, *chat("Which bus?", "Line 9")["messages"]]},
+    {"messages": [{"role": "system", "content": "Be KIND"}, *chat("which bus", "Line 10")["messages"]], "n": 1},
     *(chat(f"Question {number}", f"Answer {number}") for number in range(40)),
 ]
 
@@ -79,8 +82,8 @@ def test_a_file_read_in_parts_by_several_processes_gives_the_same_columns_and_fa
     (columns, faults), (whole, expected) = in_parts(faulty, monkeypatch)
     assert_same_columns(columns, whole)
     assert faults == expected
-    assert [fault.line for fault in faults] == [53, 54, 105, 106]
-    assert columns.line.tolist()[-1] == 104
+    assert [fault.line for fault in faults] == [56, 57, 111, 112]
+    assert columns.line.tolist()[-1] == 110
     assert "offset" in faults[2].reason  # of the file, not of the part
 
 
@@ -110,7 +113,7 @@ def test_a_table_holds_the_rows_that_a_tuple_would(mixed, monkeypatch):
     assert [table.without([0, 2])[0], len(table.without([0, 2]))] == [rows[1], len(rows) - 2]
     assert (loaded.shapes, loaded.warnings) == (held.shapes, held.warnings)
     pairs = [[(a.line, b.line) for a, b in pairs] for pairs in (loaded.near_copies, loaded.conflicts)]
-    assert pairs == [[(1, 2)], [(1, 3)]]
+    assert pairs == [[(1, 2)], [(1, 3), (11, 13)]]
     assert RowsById(table, rows[:1]).find(["bus", "nobody", "mixed:1"]) == {"bus": rows[3], "mixed:1": rows[0]}
     assert shared_ids(table, rows[3:5]) == list(zip(rows[3:5], rows[3:5], strict=True))
 
@@ -168,7 +171,7 @@ def test_a_change_that_the_file_system_does_not_show_is_told_when_its_row_is_rea
         file.write(content.replace(b"Answer 30", b"Answer XX"))
     os.utime(mixed, ns=(state.st_atime_ns, state.st_mtime_ns))
     assert table[0].target == "one"
-    with pytest.raises(DataError, match=r"changed since it was checked \(line 43"):
+    with pytest.raises(DataError, match=r"changed since it was checked \(line 46"):
         list(table)
 
 
@@ -235,8 +238,11 @@ def test_plain_rows_are_converted_as_the_rules_of_their_shape_say(monkeypatch):
         pair = row_formats.plain_pair(record)
         if pair is not None:
             row = RowRules("f", "f", "train").row(record, 1)
-            assert (row.question, row.target, row.shape) == (*pair[:2], row_formats.SHAPE_NAMES[pair[2]])
-    assert sum(row_formats.plain_pair(record) is not None for record in records) == 46
+            assert (row.question, row.target) == (pair.asked, pair.answered)
+            assert row.shape == row_formats.SHAPE_NAMES[pair.shape]
+            system = [turn["content"] for turn in row.messages if turn["role"] == "system"]
+            assert system == ([] if pair.system is None else [pair.system])
+    assert sum(row_formats.plain_pair(record) is not None for record in records) == 48
 
 
 def test_what_is_added_line_by_line_equals_what_is_added_in_blocks():

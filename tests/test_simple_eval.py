@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ async def test_every_row_is_asked_and_delivered_before_too_many_failures_are_tol
     sampler = ScriptedSampler(lambda question, _: TimeoutError("slow") if question == "ticket 0" else "bug")
     delivered: list[SampleResult] = []
     with pytest.raises(EvaluationError, match="TimeoutError: slow"):
-        await run_simple_evaluation(sampler, rows, on_sample=delivered.append, max_errors=0.0)
+        await run_simple_evaluation(sampler, rows, on_samples=delivered.extend, max_errors=0.0)
     assert len(delivered) == len(sampler.asked) == len(rows)
 
 
@@ -93,7 +94,7 @@ async def test_the_result_is_in_row_order_whatever_arrives_first(tmp_path: Path)
             return await super().reply(messages, epoch=epoch)
 
     arrived: list[SampleResult] = []
-    result = await run_simple_evaluation(Backwards(lambda *_: "bug"), rows, on_sample=arrived.append)
+    result = await run_simple_evaluation(Backwards(lambda *_: "bug"), rows, on_samples=arrived.extend)
     assert [sample.id for sample in result.samples] == [row.id for row in rows]
     assert [sample.id for sample in arrived] != [row.id for row in rows]
 
@@ -110,12 +111,12 @@ async def test_done_rows_are_not_asked_again_but_failed_ones_are(tmp_path: Path)
     rows = triage(tmp_path)
     first: list[SampleResult] = []
     broken = ScriptedSampler(lambda question, _: ServiceError("HTTP 502") if question == "ticket 3" else "bug")
-    whole = await run_simple_evaluation(broken, rows, on_sample=first.append, max_errors=1.0)
+    whole = await run_simple_evaluation(broken, rows, on_samples=first.extend, max_errors=1.0)
     assert whole.errors == 1
     done = first[:5] + [sample for sample in first[5:] if sample.error]
     sampler = ScriptedSampler(lambda *_: "bug")
     delivered: list[SampleResult] = []
-    result = await run_simple_evaluation(sampler, rows, done=done, on_sample=delivered.append)
+    result = await run_simple_evaluation(sampler, rows, done=done, on_samples=delivered.extend)
     settled = {sample.id for sample in done if not sample.error}
     assert {sample.id for sample in delivered} == {row.id for row in rows} - settled
     assert "r003" in {sample.id for sample in delivered}
@@ -145,13 +146,36 @@ async def test_a_refused_key_or_a_bug_ends_the_evaluation_at_once(tmp_path: Path
 
 
 async def test_an_error_of_the_receiver_is_not_swallowed(tmp_path: Path) -> None:
-    def full(_: SampleResult) -> None:
+    def full(_: object) -> None:
         raise OSError("no space left on device")
 
     sampler = ScriptedSampler(lambda *_: "bug", delay_s=0.001)
     with pytest.raises(OSError, match="no space left"):
-        await run_simple_evaluation(sampler, triage(tmp_path), on_sample=full, concurrency=2)
+        await run_simple_evaluation(sampler, triage(tmp_path), on_samples=full, concurrency=2)
     assert len(sampler.asked) <= 4
+
+
+async def test_results_that_arrive_together_are_delivered_together_and_none_is_lost_when_one_fails(
+    tmp_path: Path,
+) -> None:
+    batches: list[int] = []
+    delivered: list[str] = []
+
+    def take(samples: Sequence[SampleResult]) -> None:
+        batches.append(len(samples))
+        delivered.extend(sample.id for sample in samples)
+
+    rows = triage(tmp_path, 12)
+    await run_simple_evaluation(ScriptedSampler(lambda *_: "bug"), rows, on_samples=take, concurrency=4)
+    assert sorted(delivered) == [row.id for row in rows]
+    assert max(batches) > 1
+    delivered.clear()
+    broken = ScriptedSampler(lambda question, _: KeyError("a bug") if question == "ticket 5" else "bug")
+    with pytest.raises(KeyError):
+        await run_simple_evaluation(broken, rows, on_samples=take, concurrency=3)
+    # What was answered before the bug is kept; what was still to be asked never was.
+    assert delivered[:5] == [f"r{n:03d}" for n in range(5)]
+    assert len(broken.asked) < len(rows)
 
 
 async def test_cancelling_stops_the_requests(tmp_path: Path) -> None:
