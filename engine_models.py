@@ -31,7 +31,7 @@ class ServedModels:
     def __init__(self, offered: Sequence[str], *, threads: int, device: str, should_stop: Callable[[], bool]) -> None:
         self.loaded: dict[str, LocalModel] = {}
         self._offered = list(offered)
-        self._threads = threads
+        self.threads = threads
         self._device = device
         self._should_stop = should_stop
         self._resolving = threading.Lock()
@@ -75,7 +75,7 @@ class ServedModels:
             from local_model import LocalModel
 
             # The order in which sums are formed depends on the number of threads, so it is fixed.
-            torch.set_num_threads(self._threads)
+            torch.set_num_threads(self.threads)
             started = time.monotonic()
             model = LocalModel(base.folder, max_context=base.max_context, device=self._device)
             model.should_stop = self._should_stop

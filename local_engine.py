@@ -70,6 +70,13 @@ class TrainingRun:
     published: list[Checkpoint] = field(default_factory=list)
 
 
+def _usable_cores() -> int:
+    """Cores that this process may run on: fewer than the machine has under taskset or in a container."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 class LocalEngine:
     """Everything the server does, apart from HTTP."""
 
@@ -79,7 +86,7 @@ class LocalEngine:
         self.store = AdapterStore(state_dir)
         self.queue = RequestQueue(self._run_samples)
         self.models = ServedModels(
-            models, threads=threads or os.cpu_count() or 1, device=device, should_stop=self.queue.stopping.is_set
+            models, threads=threads or _usable_cores(), device=device, should_stop=self.queue.stopping.is_set
         )
         self.book = SessionBook(self.store)
         self.runs: dict[str, TrainingRun] = {}

@@ -82,6 +82,7 @@ class TrainingRun:
         self._pool_rows = usable(prepared.pool.rows) if prepared.pool else []
         self._rows = data_loader.RowsById(self._train_rows, self._pool_rows)
         eval_rows = prepared.evaluation_rows.rows if prepared.evaluation_rows else ()
+        self._passed_over: dict[str, str] = {}
         self._selector = DataSelector(
             self._train_rows,
             self._pool_rows,
@@ -89,7 +90,7 @@ class TrainingRun:
             selection_config=self.config.selection,
             seed=self.config.seed,
             allow_overlap=self.config.allow_overlap,
-            can_train=prepared.loader.can_train,
+            can_train=self._can_train,
         )
 
     # Where the run stands
@@ -202,7 +203,7 @@ class TrainingRun:
             return
         self.folder.start_phase(round, "select")
         if self.folder.load_selection(round) is None:
-            known = set(self.prepared.loader.dropped)
+            known = set(self._passed_over)
             selection = await self._choose(round)
             self._tell_replaced(round, known)
             for note in selection.notes:
@@ -227,9 +228,16 @@ class TrainingRun:
         told: str | None = self.folder.load_state().get("scores_are")
         return told
 
+    def _can_train(self, row: data_loader.Row) -> bool:
+        """Whether a row about to be chosen can be trained on; `_passed_over` keeps why one cannot."""
+        if self.prepared.loader.can_train(row):
+            return True
+        self._passed_over[row.id] = self.prepared.loader.dropped[row.id]
+        return False
+
     def _tell_replaced(self, round: int, known: set[str]) -> None:
         """Warn of rows that could not be trained on when their turn came; those `known` were told before."""
-        reasons = {row: why for row, why in self.prepared.loader.dropped.items() if row not in known}
+        reasons = {row: why for row, why in self._passed_over.items() if row not in known}
         if reasons:
             listed = "; ".join(first_ten(f"{row}: {why}" for row, why in reasons.items()))
             self.log.warn(

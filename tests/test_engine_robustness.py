@@ -421,3 +421,14 @@ def test_the_device_can_be_left_to_torch_or_to_the_environment(
     with pytest.raises(ConfigurationError, match="'nonsense' cannot be used"):
         LocalTinkerServer(tmp_path)
     assert torch_device.choose_device("cpu") == "cpu"
+
+
+def test_the_engine_computes_on_the_cores_that_its_process_may_use(tmp_path: Path) -> None:
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    assert local_engine.LocalEngine(tmp_path).models.threads == len(cores)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(cores)})
+        try:
+            assert local_engine.LocalEngine(tmp_path).models.threads == 1
+        finally:
+            os.sched_setaffinity(0, cores)

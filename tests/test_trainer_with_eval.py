@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import http.server
 import json
 import os
@@ -19,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tinker
 
 import config_schema
 import data_loader
 import row_files
+import tinker_backend
 import trainer_with_eval
 from error_handling import CheckpointError, ConfigurationError, EvalLoopError, TrainingError
 
@@ -204,6 +207,26 @@ def test_checkpoints_name_the_next_step_and_are_read_by_the_cookbook(memorised):
     assert last.get("step") == 20 * (len(summary["rounds"]) - 1)
     rows = [json.loads(line) for line in (run_dir / "checkpoints.jsonl").read_text().splitlines()]
     assert [row["batch"] for row in rows if row["round"] == 1] == [6, 12, 18, 20]
+
+
+def test_the_best_checkpoint_has_no_end_and_its_lead_is_tested(memorised):
+    summary, run_dir = memorised
+    assert summary["final_checkpoint"] == summary["rounds"][summary["best_round"]]["checkpoint"]
+    with tinker_backend.connect(run_dir / "engine") as backend:
+        rest = tinker.RestClient(base_url=backend.base_url, api_key=backend.api_key)
+        run_id = summary["final_checkpoint"].removeprefix("tinker://").partition("/")[0]
+        found = {c.tinker_path: c.expires_at for c in rest.list_checkpoints(run_id).result().checkpoints}
+    # Of the finished rounds neither state nor sampler weights have a life; states within a round do.
+    assert found[summary["final_checkpoint"]] is None
+    assert found[summary["final_state"]] is None
+    assert any(end is not None for end in found.values())
+    over_baseline = summary["leads"][0]
+    assert (over_baseline["earlier"], over_baseline["later"]) == (0, summary["best_round"])
+    assert over_baseline["p"] < 0.05
+    assert "beyond noise" in over_baseline["text"]
+    page = (run_dir / "report.html").read_text("utf-8")
+    assert f"against the baseline {over_baseline['difference']:+.3f}" in html.unescape(page)
+    assert "The whole interval is above" in page or "The interval reaches below" in page
 
 
 def test_the_same_seed_gives_the_same_run_to_the_bit(memorised, tmp_path):
