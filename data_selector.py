@@ -9,8 +9,8 @@ Use::
 The first round takes random rows of the training file. Later rounds draw on training file and pool by
 `selection.strategy`; the default, `balanced_failures`, spreads three quarters equally over the evaluation's categories
 and takes one quarter nearest to the failed samples: spreading is what helps when the pool is imbalanced, chasing only
-failures or the highest losses overshoots and collects wrong labels. Rows never trained on come first, then those
-trained on least. Everything is a function of the arguments and (seed, round).
+failures or the highest losses overshoots and collects wrong labels. Of a category, rows never trained on come first,
+then those trained on least. Everything is a function of the arguments and (seed, round).
 """
 
 from __future__ import annotations
@@ -271,7 +271,8 @@ class DataSelector:
         notes.append(f"{taken} rows nearest to {len(served)} of {len(failures)} failed samples")
 
     def _take_balanced(self, draw: Draw, count: int, samples: Sequence[SampleResult], notes: list[str]) -> None:
-        """Fill up to `count`, equally over the tasks and over the categories of each task."""
+        """Fill up to `count`, equally over the tasks and over the categories of each task; of each category the rows
+        trained on least."""
         by_task, supply = self._cells(draw, samples)
         if not supply:
             notes.append(
@@ -291,14 +292,12 @@ class DataSelector:
         per_cell: Counter[tuple[str, str]] = Counter()
         many = len(by_task) > 1
         while len(draw.taken) < count:
-            levels = {cell: queues[cell[1]].level() for cell in cells}
-            open_levels = [level for level in levels.values() if level is not None]
-            if not open_levels:
+            # The spread comes before the unseen: a small category whose rows were all trained on keeps its share, or a
+            # round without it would have the model forget it.
+            able = [cell for cell in cells if queues[cell[1]].level() is not None]
+            if not able:
                 break
-            lowest = min(open_levels)
-            cell = min(
-                (cell for cell in cells if levels[cell] == lowest), key=lambda cell: (per_task[cell[0]], per_cell[cell])
-            )
+            cell = min(able, key=lambda cell: (per_task[cell[0]], per_cell[cell]))
             position = queues[cell[1]].pop()
             if position is None:
                 continue

@@ -132,13 +132,19 @@ def test_a_small_category_gives_its_places_to_the_others():
     assert Counter(c.row.target for c in chosen.rows) == {"billing": 4, "login": 4, "delivery": 4, "refund": 1}
 
 
-def test_seen_rows_of_a_category_wait_for_the_unseen_of_others():
-    train = labelled({"billing": 4, "refund": 2})
-    samples = evaluation(("billing", "refund"))
-    seen = {"train:4": 1, "train:5": 1}
-    chosen = select(train, samples=samples, count=6, seen=seen, strategy="balanced")
-    assert [c.row.target for c in chosen.rows] == ["billing"] * 4 + ["refund"] * 2
-    assert chosen.rows[-1].why == "category 'refund', seen 1 time"
+def test_a_category_whose_rows_were_all_trained_on_keeps_its_share():
+    train = labelled({"billing": 20, "login": 20, "refund": 4})
+    seen = {f"train:{40 + n}": 1 for n in range(4)} | {f"train:{n}": 1 for n in range(10)}
+    chosen = select(train, samples=evaluation(("billing", "login", "refund")), count=12, seen=seen, strategy="balanced")
+    assert Counter(c.row.target for c in chosen.rows) == {"billing": 4, "login": 4, "refund": 4}
+    # Within a category the unseen come first.
+    assert Counter(c.why for c in chosen.rows) == {
+        "category 'billing', unseen": 4,
+        "category 'login', unseen": 4,
+        "category 'refund', seen 1 time": 4,
+    }
+    billing = [c.row.id for c in chosen.rows if c.row.target == "billing"]
+    assert not set(billing) & set(seen)
 
 
 def test_places_are_spread_over_tasks_before_categories():
@@ -268,8 +274,15 @@ def test_max_repeats_bounds_how_often_a_row_is_listed():
         train = labelled({"billing": 2, "refund": 3})
         chosen = select(train, samples=evaluation(), count=20, strategy=strategy, max_repeats=2)
         assert Counter(ids(chosen)) == {f"train:{n}": 2 for n in range(5)}
-        if strategy != "failures":
+        if strategy in ("random", "none"):
             assert len(set(ids(chosen)[-5:])) == 5
+
+
+def test_repeats_let_a_small_category_keep_its_share_within_a_round():
+    train = labelled({"billing": 2, "refund": 10})
+    chosen = select(train, samples=evaluation(("billing", "refund")), count=8, strategy="balanced", max_repeats=2)
+    assert Counter(c.row.target for c in chosen.rows) == {"billing": 4, "refund": 4}
+    assert Counter(ids(chosen))["train:0"] == Counter(ids(chosen))["train:1"] == 2
 
 
 # Evaluation items
