@@ -100,12 +100,16 @@ def tell_score(row: Mapping[str, Any], max_tokens: int, log: StructuredLogger) -
         parts.append(f"{row['errors']} failed{answered}")
     if row["ungraded"]:
         parts.append(f"{row['ungraded']} without a grade, counted as not correct")
-    if row["truncated"] > TRUNCATED_WARNING:
-        parts.append(f"{row['truncated']:.0%} of the replies cut at {max_tokens} tokens")
     interval = "" if row["ci_low"] is None else f" [{row['ci_low']:.3f}, {row['ci_high']:.3f}]"
     name = "baseline" if row["round"] == 0 else f"round {row['round']}"
     kind = f"score {row['scores_are']}" if row.get("scores_are") else "validation score"
     log.say(f"{name}: {kind} {row['score']:.3f}{interval} ({', '.join(parts)})")
+    if row["truncated"] > TRUNCATED_WARNING:
+        log.warn(
+            f"{name}: {row['truncated']:.0%} of the replies were cut at {max_tokens} tokens; if answers need more, "
+            "raise evaluation.max_tokens",
+            round=row["round"],
+        )
     weak = run_summary.weakest(row["categories"])
     if weak:
         log.say("  weakest: " + ", ".join(_category(name, row["categories"][name]) for name in weak))

@@ -182,6 +182,9 @@ class CheckpointManager:
     def likelihood_path(self, round: int) -> Path:
         return self.run_dir / "likelihood" / f"round_{round:02d}.jsonl"
 
+    def sample_scores_path(self, round: int) -> Path:
+        return self.run_dir / "scores" / f"round_{round:02d}.jsonl"
+
     @property
     def near_matches_path(self) -> Path:
         return self.run_dir / "near_matches.jsonl"
@@ -362,6 +365,17 @@ class CheckpointManager:
     def load_likelihood(self, round: int) -> list[dict[str, Any]]:
         """The rows that `write_likelihood` kept of `round`, empty when there are none."""
         return self._rows(self.likelihood_path(round))
+
+    def write_sample_scores(self, round: int, scores: Mapping[tuple[str, str], float]) -> None:
+        """Keep each sample's score, epochs combined, by (task, id); what was kept of `round` before is replaced."""
+        self._need_lock()
+        self._make_folder(self.sample_scores_path(round).parent)
+        rows = [{"task": task, "id": identity, "score": score} for (task, identity), score in scores.items()]
+        durable_files.write_jsonl(self.sample_scores_path(round), rows)
+
+    def load_sample_scores(self, round: int) -> dict[tuple[str, str], float]:
+        """What `write_sample_scores` kept of `round`, empty when there is nothing."""
+        return {(row["task"], row["id"]): row["score"] for row in self._rows(self.sample_scores_path(round))}
 
     def write_selection(self, round: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write which rows `round` trains on, once; the same again is accepted, others raise `CheckpointError`."""

@@ -91,7 +91,7 @@ class EvaluationResult:
     `score` in [0, 1] is over all `n` samples (after epochs are combined), failed ones counted as not correct, and
     over several tasks the weighted mean. `metrics` holds further figures by name (`lenient_score`, `nll`,
     `truncated` as a share in [0, 1], `answered_score` over the samples that did not fail...). `log_paths` are Inspect
-    logs, absent for the built-in evaluator.
+    logs, absent for the built-in evaluator. `sample_scores` holds each sample's score, epochs combined, by (task, id).
     """
 
     score: float
@@ -101,6 +101,7 @@ class EvaluationResult:
     metrics: Mapping[str, float]
     tasks: tuple[TaskResult, ...]
     log_paths: tuple[str, ...] = ()
+    sample_scores: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
 
 Figure = Callable[[Sequence[int]], float]
@@ -168,6 +169,8 @@ def closed_label_set(targets: Sequence[str], *, max_labels: int = 50) -> tuple[s
     targets: questions with an answer of their own each are not a classification.
     """
     distinct = sorted(set(targets))
+    if any(not target.strip() for target in distinct):  # a judge needs no target; what has none is no label
+        return ()
     return tuple(distinct) if len(distinct) <= max_labels and 2 * len(distinct) <= len(targets) else ()
 
 
@@ -229,10 +232,13 @@ def summarise(
     by_task: dict[str, dict[str, list[SampleResult]]] = {}
     for sample in sorted(samples, key=lambda s: s.key):
         by_task.setdefault(sample.task, {}).setdefault(sample.id, []).append(sample)
-    tasks = [
-        _task_result(name, list(groups.values()), (rules or {}).get(name, TaskRules()))
-        for name, groups in by_task.items()
-    ]
+    tasks = []
+    sample_scores: dict[tuple[str, str], float] = {}
+    for name, groups in by_task.items():
+        rule = (rules or {}).get(name, TaskRules())
+        scores = [_number(rule.reduce([sample.score for sample in group])) for group in groups.values()]
+        sample_scores |= {(name, identity): score for identity, score in zip(groups, scores, strict=True)}
+        tasks.append(_task_result(name, list(groups.values()), scores, rule))
     total = sum(task.weight for task in tasks)
     if total <= 0:
         raise EvaluationError("the weights of the evaluation's tasks add up to zero")
@@ -251,13 +257,16 @@ def summarise(
         metrics=metrics,
         tasks=tuple(tasks),
         log_paths=tuple(log_paths),
+        sample_scores=sample_scores,
     )
 
 
-def _task_result(name: str, groups: Sequence[Sequence[SampleResult]], rules: TaskRules) -> TaskResult:
+def _task_result(
+    name: str, groups: Sequence[Sequence[SampleResult]], scores: Sequence[float], rules: TaskRules
+) -> TaskResult:
+    """The result of a task from its samples' epochs and the score that these combine to, in the same order."""
     import significance
 
-    scores = [_number(rules.reduce([sample.score for sample in group])) for group in groups]
     clusters = _clusters(name, groups)
     answered = [index for index, group in enumerate(groups) if not any(sample.error for sample in group)]
 

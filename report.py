@@ -210,13 +210,23 @@ def _weaknesses(samples: Sequence[SampleResult]) -> list[dict[str, Any]]:
 
 
 def _answered(rounds: Sequence[Mapping[str, Any]]) -> list[str]:
-    """For every round in which samples failed, the score of those that did not."""
-    return [
-        f"{'Baseline' if row['round'] == 0 else 'Round ' + str(row['round'])}: {row['answered_score']:.3f} of the "
-        f"{row['n'] - row['errors']} answered, {row['errors']} of {row['n']} failed."
-        for row in rounds
-        if row.get("errors") and row.get("answered_score") is not None
-    ]
+    """For every round whose score needs it: the score of the samples that did not fail, those without a grade, and the
+    share of replies cut at the limit."""
+    lines = []
+    for row in rounds:
+        parts = []
+        if row.get("errors") and row.get("answered_score") is not None:
+            parts.append(
+                f"{row['answered_score']:.3f} of the {row['n'] - row['errors']} answered, {row['errors']} of "
+                f"{row['n']} failed"
+            )
+        if row.get("ungraded"):
+            parts.append(f"{row['ungraded']} without a grade, counted as not correct")
+        if row.get("truncated"):
+            parts.append(f"{row['truncated']:.1%} of the replies cut at the limit of tokens")
+        if parts:
+            lines.append(f"{'Baseline' if row['round'] == 0 else 'Round ' + str(row['round'])}: {'; '.join(parts)}.")
+    return lines
 
 
 def _facts(summary: Mapping[str, Any], state: Mapping[str, Any], threshold: float | None) -> list[tuple[str, str]]:
@@ -299,6 +309,7 @@ def _examples(samples: Sequence[SampleResult]) -> list[dict[str, Any]]:
             "output": _short(sample.output),
             "cut": sample.stop_reason == "max_tokens",
             "error": sample.error,
+            "ungraded": sample.grade_missing,
         }
         for sample in wrong[:_EXAMPLES]
     ]

@@ -16,7 +16,8 @@ TEMPLATE = """\
 <dt>failed</dt><dd>{{ example.error | shown }}</dd>
 {% else %}
 <dt>reply</dt><dd>{{ example.output | shown }}{% if example.cut %}
- <span class="soft">(cut at the limit)</span>{% endif %}</dd>
+ <span class="soft">(cut at the limit)</span>{% endif %}{% if example.ungraded %}
+ <span class="soft">(no grade: it counts as not correct, whether it is or not)</span>{% endif %}</dd>
 {% endif %}
 </dl></div>
 {% endmacro %}

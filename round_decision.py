@@ -146,7 +146,7 @@ def decide(
     met, standing = target_met(last, config)
     if met:
         # Whatever an earlier round scored, this one is what the target asked for.
-        prefix = "The base model already meets the target: r" if last.round == 0 else "R"
+        prefix = f"{_capital(_start(last))} already meets the target: r" if last.round == 0 else "R"
         return Decision("stop", f"{prefix}{standing[1:]}", "target_met", last.round)
 
     best = best_record(history)
@@ -202,7 +202,8 @@ def target_met(record: RoundRecord, config: TrainingConfig) -> tuple[bool, str]:
         return False, f"{shown}: {'; '.join(problems)}."
     conditions = sum(task.threshold is not None for task in tasks)
     own = f", and {conditions} of {len(tasks)} tasks with a threshold of their own reach it" if conditions else ""
-    return True, f"{shown}: {what} reaches the target of {threshold:g}{own}. {_how_sure(record, threshold)}"
+    sure = _how_sure(record, threshold) + _how_sure_of_tasks(tasks)
+    return True, f"{shown}: {what} reaches the target of {threshold:g}{own}. {sure}"
 
 
 def _how_sure(record: RoundRecord, threshold: float) -> str:
@@ -214,6 +215,18 @@ def _how_sure(record: RoundRecord, threshold: float) -> str:
     return (
         f"The interval reaches below it, to {_number(record.ci_low)}: on other samples of this kind the model may miss."
     )
+
+
+def _how_sure_of_tasks(tasks: Sequence[TaskScore]) -> str:
+    """The tasks whose own threshold is met by the score and not by the whole interval; empty when there are none."""
+    unsure = [
+        f"that of {task.task} is unknown"
+        if task.ci_low is None
+        else f"that of {task.task} reaches below its own {task.threshold:g}, to {_number(task.ci_low)}"
+        for task in tasks
+        if task.threshold is not None and (task.ci_low is None or task.ci_low < task.threshold - _EQUAL)
+    ]
+    return f" Of the tasks' intervals, {'; '.join(unsure)}." if unsure else ""
 
 
 def best_record(history: Sequence[RoundRecord]) -> RoundRecord:
@@ -363,8 +376,13 @@ def _interval(record: RoundRecord) -> str:
 
 
 def _name(best: RoundRecord) -> str:
-    where = "the base model" if best.round == 0 else f"round {best.round}"
+    where = _start(best) if best.round == 0 else f"round {best.round}"
     return f"the best is {where} with {_number(best.score)}"
+
+
+def _start(baseline: RoundRecord) -> str:
+    """What the baseline measured: the base model, or the adapter that the run starts from."""
+    return "the base model" if baseline.checkpoint is None else "the starting adapter"
 
 
 def _rounds(count: int) -> str:

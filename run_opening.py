@@ -150,15 +150,18 @@ def obstacle_to_going_on(
 
 
 def round_record(folder: CheckpointManager, row: Mapping[str, Any]) -> round_decision.RoundRecord:
-    """A round's kept result, with the scores of its samples (epochs averaged), as `round_decision` takes it."""
+    """A round's kept result, with the scores of its samples (epochs combined as in the score), as `round_decision`
+    takes it."""
     scores: dict[tuple[str, str], list[float]] = {}
     clusters: dict[round_decision.SampleKey, str] = {}
     for sample in folder.load_samples(row["round"]):
         scores.setdefault((sample.task, sample.id), []).append(sample.score)
         if sample.cluster is not None:
             clusters[sample.task, sample.id, 1] = sample.cluster
+    combined = folder.load_sample_scores(row["round"])
     return round_decision.RoundRecord(
         round=row["round"],
+        checkpoint=row["checkpoint"],
         score=row["score"],
         ci_low=row["ci_low"],
         ci_high=row["ci_high"],
@@ -168,7 +171,10 @@ def round_record(folder: CheckpointManager, row: Mapping[str, Any]) -> round_dec
             round_decision.TaskScore(task["task"], task["score"], task["threshold"], task["ci_low"])
             for task in row["tasks"]
         ),
-        sample_scores={(task, name, 1): sum(values) / len(values) for (task, name), values in scores.items()},
+        sample_scores={
+            (task, name, 1): combined.get((task, name), sum(values) / len(values))
+            for (task, name), values in scores.items()
+        },
         task_weights={task["task"]: task["weight"] for task in row["tasks"]},
         clusters=clusters,
     )
@@ -226,7 +232,8 @@ def tell_outcome(folder: CheckpointManager, summary: Mapping[str, Any], screen: 
     """The table of rounds, and where everything is."""
     scores_are = f" ({summary['scores_are']})" if summary.get("scores_are") else ""
     screen.rounds_table(summary["rounds"], scores_are=summary.get("scores_are"))
-    best = "the base model" if summary["best_round"] == 0 else f"round {summary['best_round']}"
+    start = "the starting adapter" if summary["final_checkpoint"] else "the base model"
+    best = start if summary["best_round"] == 0 else f"round {summary['best_round']}"
     met = "target met" if summary["exit_code"] == 0 else "target not met"
     screen.say(
         f"{met}: best is {best} with {summary['best_score']:.3f}{scores_are} (threshold {summary['threshold']:g})"

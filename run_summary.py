@@ -79,7 +79,7 @@ def measured(result: EvaluationResult, nll: float | None) -> dict[str, Any]:
             }
             for task in result.tasks
         ],
-        "categories": category_scores(result.samples),
+        "categories": category_scores(result.samples, result.sample_scores),
     }
 
 
@@ -116,11 +116,14 @@ def by_category(samples: Iterable[SampleResult]) -> dict[str, list[SampleResult]
     return found
 
 
-def category_scores(samples: Iterable[SampleResult]) -> dict[str, dict[str, Any]]:
+def category_scores(
+    samples: Iterable[SampleResult], combined: Mapping[tuple[str, str], float] | None = None
+) -> dict[str, dict[str, Any]]:
     """Score, 95 % interval and number of samples of each category: where the model is weak, the surest first.
 
     Ordered by the upper end of the interval, so that a category is weak by evidence and not by having two samples; an
-    unknown interval comes last. See `by_category` for which samples count. Epochs of a sample are averaged.
+    unknown interval comes last. See `by_category` for which samples count. Of a sample with several epochs the
+    score in `combined` counts, by (task, id), else their mean.
     """
     import significance
 
@@ -130,7 +133,9 @@ def category_scores(samples: Iterable[SampleResult]) -> dict[str, dict[str, Any]
             groups.setdefault(name, {}).setdefault((sample.task, sample.id), []).append(sample)
     found: dict[str, dict[str, Any]] = {}
     for name, by_id in groups.items():
-        scores = [sum(s.score for s in epochs) / len(epochs) for epochs in by_id.values()]
+        scores = [
+            (combined or {}).get(key, sum(s.score for s in epochs) / len(epochs)) for key, epochs in by_id.items()
+        ]
         clusters = [epochs[0].cluster for epochs in by_id.values()]
         low, high = significance.score_interval(scores, clusters=None if None in clusters else clusters)
         found[name] = {"score": sum(scores) / len(scores), "n": len(scores), "ci_low": low, "ci_high": high}

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import adapter_effect
@@ -245,6 +246,8 @@ class TrainingRun:
             )
 
     async def _choose(self, round: int) -> Selection:
+        # After a rollback the weights are those of an earlier round, and so are its failures and what it knows.
+        base = self.result(round - 1).get("rollback_to")
         seen: Counter[str] = Counter()
         for earlier in range(1, round):
             seen.update(row.id for step in self._batches(earlier) for row in step)
@@ -253,7 +256,7 @@ class TrainingRun:
             round=round,
             count=self.config.steps_per_round * self.config.batch_size,
             seen=seen,
-            samples=self.folder.load_samples(round - 1),
+            samples=self.folder.load_samples(round - 1 if base is None else base),
         )
         if not self._selector.uses_losses(round):
             return choose()
@@ -382,7 +385,7 @@ class TrainingRun:
                 "rows": len({row.id for step in batches for row in step}),
             },
         )
-        lowest = min(row["nll"] for row in self.results() if row["nll"] is not None)
+        lowest = min((row["nll"] for row in self.results() if row["nll"] is not None), default=None)
         self._done(round, "evaluate", best_val=lowest)
         tell_score(self.result(round), self.config.evaluation.max_tokens, self.log)
 
@@ -417,7 +420,14 @@ class TrainingRun:
                 round, data, likelihoods, result.samples, model_path=model_path, state_path=state_path
             )
             self.folder.write_likelihood(round, [one.to_row() for one in likelihoods])
+        elif round:
+            self.log.warn(
+                f"{name}: no target's likelihood can be measured, so whether the adapter has an effect is not checked",
+                round=round,
+            )
         tokens = paid_tokens.paid_tokens(self.folder, round)
+        if any(sample.epoch > 1 for sample in result.samples):
+            self.folder.write_sample_scores(round, result.sample_scores)
         figures = run_summary.measured(result, nll)
         if scores_are := self._scores_are():
             figures["scores_are"] = scores_are
@@ -429,7 +439,8 @@ class TrainingRun:
         """Where a step costs nothing (the embedded engine), see that one trains before anything depends on it."""
         if self.backend.kind != "embedded":
             return
-        few = [example.datum for row in self._train_rows[:32] for example in self.prepared.loader.render(row)]
+        trainable = (row for row in self._train_rows if self.prepared.loader.can_train(row))
+        few = [example.datum for row in islice(trainable, 32) for example in self.prepared.loader.render(row)]
         shortest = min(few, key=lambda datum: datum.model_input.length)
         await self._unless_stopped(
             adapter_effect.canary(
@@ -547,6 +558,8 @@ class TrainingRun:
         self.folder.start_phase(last["round"], "finish")
         met = last["decision"] == "target_met"
         best = self.folder.checkpoint_of_round(last["best_round"]) if last["best_round"] else None
+        # The baseline is the untouched base model, which has no checkpoint, or the adapter that the run started from.
+        start_state = self.config.init_from if last["best_round"] == 0 else None
         unsent = self._send_outbox()
         notes: dict[str, Any] = {"model": self.config.base_model, "evalops_unsent": unsent}
         if scores_are := self._scores_are():
@@ -559,8 +572,8 @@ class TrainingRun:
             rounds=self.results(),
             best_round=last["best_round"],
             threshold=self.config.eval_threshold,
-            final_checkpoint=best.sampler_path if best else None,
-            final_state=best.state_path if best else None,
+            final_checkpoint=best.sampler_path if best else self.result(last["best_round"])["checkpoint"],
+            final_state=best.state_path if best else start_state,
             price=self.config.prices.get(self.config.base_model),
             wall_s=self.wall_seconds(),
             leads=round_decision.leads(

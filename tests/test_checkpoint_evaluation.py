@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from mini_run import mini_run, run_folder
 
 import chat_sampler
+import run_opening
 import trainer_with_eval
+from checkpoint_manager import CheckpointManager
 from error_handling import EvaluationError, ServiceError
+from logger import read_events
+
+
+def test_a_task_without_targets_runs_through_and_its_epochs_are_combined_alike_everywhere(tmp_path):
+    run_dir = mini_run(
+        tmp_path,
+        eval_file=None,
+        eval_tasks=[str(Path(__file__).parent / "inspect_tasks" / "scored_tasks.py") + "@without_targets"],
+        evaluation={"evaluator": "inspect", "max_tokens": 2},
+    )
+    with CheckpointManager.open(run_dir, lock=False) as folder:
+        summary = folder.load_summary()
+        assert [row["score"] for row in summary["rounds"]] == [0.5, 0.5]
+        assert [row["nll"] for row in summary["rounds"]] == [None, None]
+        assert summary["rounds"][1]["categories"] == {}
+        record = run_opening.round_record(folder, summary["rounds"][1])
+        # The mean of the epochs would be 0.25.
+        assert sum(record.sample_scores.values()) / 6 == record.score
+        events, _ = read_events(folder.metrics_path)
+    told = [event["message"] for event in events if event["event"] == "warning"]
+    assert any("whether the adapter has an effect is not checked" in message for message in told)
 
 
 def test_an_evaluation_with_too_many_failures_ends_the_run_and_a_resume_asks_only_those_again(tmp_path, monkeypatch):

@@ -308,6 +308,17 @@ def test_a_target_that_is_met_says_how_sure_that_is():
     assert "The interval reaches below it, to 0.840" in reason(0.84)
     assert "no interval" in reason(None)
     assert "The whole interval is above it" in reason(0.85, decision={"target_rule": "lower_bound"})
+    tasks = (TaskScore("easy", 0.9, 0.8, 0.82), TaskScore("hard", 0.81, 0.8, 0.7), TaskScore("tiny", 1.0, 0.5))
+    sentence = target_met(record(1, 0.9, ci_low=0.86, ci_high=0.93, task_scores=tasks), settings())[1]
+    assert "that of hard reaches below its own 0.8, to 0.700; that of tiny is unknown." in sentence
+    assert "easy" not in sentence
+
+
+def test_a_run_from_an_adapter_is_not_said_to_be_the_base_model():
+    start = record(0, 0.9, checkpoint="tinker://x:train:0/sampler_weights/start")
+    assert after(start).reason.startswith("The starting adapter already meets the target")
+    worse = [record(0, 0.5, checkpoint=start.checkpoint), record(1, 0.4)]
+    assert "the best is the starting adapter" in after(*worse, config=settings(max_rounds=1)).reason
 
 
 def test_the_best_round_is_compared_with_the_baseline_and_the_runner_up():

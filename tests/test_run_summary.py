@@ -85,7 +85,7 @@ def test_the_line_for_people_says_what_failed_was_cut_and_is_weak(capsys):
     shown = capsys.readouterr().out
     for part in ("round 1: validation score 0.800 [0.711, 0.867]", "10 failed, 0.889 of the answered"):
         assert part in shown
-    assert "10% of the replies cut at 8 tokens" in shown
+    assert "warning: round 1: 10% of the replies were cut at 8 tokens; if answers need more, raise" in shown
     assert shown.splitlines()[-1] == "  weakest: x 0.80 [0.67, 0.89] (n = 50)"
 
 

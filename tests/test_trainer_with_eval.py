@@ -402,6 +402,9 @@ def test_a_run_can_start_from_another_run_s_adapter(memorised, tmp_path):
     )
     assert started["baseline_score"] == summary["best_score"]
     assert started["exit_code"] == 0
+    assert started["reason"].startswith("The starting adapter already meets the target")
+    assert started["final_checkpoint"] == started["rounds"][0]["checkpoint"] is not None
+    assert started["final_state"] == summary["final_state"]
     assert started_dir != run_dir
 
 
@@ -420,13 +423,27 @@ def test_a_worse_round_is_rolled_back_to_the_best_state(tmp_path):
     phrased = ("{} ", "Please: {}", "Tell me: {}", "I ask you: {}")
     wrong = [{"question": p.format(row["question"]), "answer": "nobody knows"} for row in facts for p in phrased]
     (tmp_path / "pool.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wrong))
+    told = tmp_path / "told.jsonl"
+    (tmp_path / "watching.py").write_text(
+        "import json\n"
+        "def pool_after_the_first(request):\n"
+        "    replies = sorted((s.id, s.output) for s in request.samples)\n"
+        f"    with open({str(told)!r}, 'a') as file:\n"
+        "        file.write(json.dumps([request.round, replies]) + '\\n')\n"
+        "    rows = request.rows[: request.n_train] if request.round == 1 else request.rows[request.n_train :]\n"
+        "    return [(row, 'in order') for row in rows[: request.count]]\n"
+    )
     summary, run_dir = run(
         tmp_path,
         eval_file=str(tmp_path / "eval.jsonl"),
         eval_threshold=1.0,
         steps_per_round=40,
         max_rounds=3,
-        selection={"strategy": "random", "pool_file": str(tmp_path / "pool.jsonl"), "label_guard": False},
+        selection={
+            "strategy": "watching:pool_after_the_first",
+            "pool_file": str(tmp_path / "pool.jsonl"),
+            "label_guard": False,
+        },
     )
     decisions = {row["round"]: row for row in summary["rounds"]}
     assert decisions[1]["score"] > 0.6
@@ -438,6 +455,11 @@ def test_a_worse_round_is_rolled_back_to_the_best_state(tmp_path):
     # Round 3 starts from the state of round 1: its first loss is not that of a model taught wrong answers twice.
     restored = next(row for row in steps if row["round"] == 3)["loss"]
     assert restored > 2 * [row for row in steps if row["round"] == 2][-1]["loss"]
+    # And its rows are chosen by what that state got wrong.
+    given = dict(json.loads(line) for line in told.read_text().splitlines())
+    kept = [json.loads(line) for line in (run_dir / "samples" / "round_01.jsonl").read_text().splitlines()]
+    assert given[3] == sorted([row["id"], row["output"]] for row in kept)
+    assert given[3] == given[2]
 
 
 TOPICS = {"money": ("refund", "invoice", "payment"), "fault": ("crash", "error", "broken")}

@@ -87,6 +87,22 @@ def labels(headline: str | None = None, epochs: int = 1) -> Task:
     )
 
 
+@scorer(metrics=[accuracy()])
+def second_time_lucky() -> Scorer:
+    """Every second sample is right in its second epoch, and nothing else ever is."""
+
+    async def score(state: TaskState, target: Target) -> Score:
+        return Score(value=CORRECT if state.epoch == 2 and int(state.sample_id) % 2 else INCORRECT)
+
+    return score
+
+
+@task
+def without_targets() -> Task:
+    samples = [Sample(input=f"say something about {n}", id=n) for n in range(6)]
+    return Task(dataset=MemoryDataset(samples), scorer=second_time_lucky(), epochs=Epochs(2, "max"))
+
+
 @task
 def multiple_choice_letters() -> Task:
     samples = [Sample(input=f"which {n}", target="AB"[n % 2], choices=["one", "two"]) for n in range(8)]
