@@ -85,6 +85,7 @@ async def ask_checkpoint(
             done=known,
             on_samples=keep,
             max_errors=settings.max_errors,
+            digests=prepared.task_digests,
         )
 
 

@@ -65,13 +65,15 @@ async def run_inspect_evaluation(
     on_samples: Callable[[Sequence[SampleResult]], None] | None = None,
     max_errors: float = 0.05,
     max_connections: int = 64,
+    digests: Mapping[str, str] | None = None,
 ) -> EvaluationResult:
     """Run `tasks` on the checkpoint behind `sampler`; the result's samples are in the order of tasks and data sets.
 
     `metadata` (round, checkpoint) is written into the logs, which go to `log_dir`. `done` are results of an
     interrupted attempt: those that did not fail are part of the result and never asked again. `on_samples` is called
     with new results as their samples end. `sampler`'s max_tokens and temperature outrank a task's own configuration
-    (not what its solver asks for in a `generate` call).
+    (not what its solver asks for in a `generate` call). `digests` are those of the tasks by name when the run began:
+    one that asks something else by now raises `EvaluationError` before anything is asked.
 
     A sample that failed has score 0 and stays in the denominator; when more than the share `max_errors` of a task's
     failed, or when a sample never came back, `EvaluationError` is raised. A refused key, an error of `on_samples` and
@@ -81,6 +83,13 @@ async def run_inspect_evaluation(
         plans = check_tasks(tasks)
         settled = settled_samples(done)
         _refuse_vanished(plans, settled)
+        for plan in plans:
+            if digests is not None and plan.digest != digests.get(plan.name):
+                raise EvaluationError(
+                    f"the questions or answers of {plan.name} are not those of the run's start, so its scores could "
+                    f"not be compared. Put {plan.spec.task} and its data back as they were and resume, or start a new "
+                    "run."
+                )
         from inspect_model import Delivery
 
         delivery = Delivery(on_samples=on_samples, plans={plan.name: plan for plan in plans})

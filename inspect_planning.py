@@ -11,10 +11,11 @@ from __future__ import annotations
 import ast
 import contextlib
 import difflib
+import hashlib
 import importlib.util
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ class TaskSpec:
 class PlannedTask:
     """A built task with what is known of it before it runs. `keys` are its samples' keys, in order.
 
-    `labels` are its targets where they form a closed set; a sample without a category has its target for one.
+    `labels` are its targets where they form a closed set; a sample without a category has its target for one. `digest`
+    is equal for equal questions and answers, in whatever order the samples and a sample's choices are.
     """
 
     name: str
@@ -69,6 +71,7 @@ class PlannedTask:
     keys: tuple[tuple[str, str, int], ...]
     scoring: Scoring
     labels: tuple[str, ...] = ()
+    digest: str = ""
 
 
 def check_tasks(specs: Sequence[TaskSpec]) -> tuple[PlannedTask, ...]:
@@ -147,7 +150,34 @@ def _plan(spec: TaskSpec, task: Any, name: str, weight: float) -> PlannedTask:
     # The letters of a choice task are places in a list, not labels.
     choice = any(sample.choices for sample in task.dataset)
     labels = () if choice else closed_label_set([target_text(sample.target) for sample in task.dataset])
-    return PlannedTask(name=name, spec=spec, task=task, weight=weight, keys=keys, scoring=scoring, labels=labels)
+    return PlannedTask(
+        name=name,
+        spec=spec,
+        task=task,
+        weight=weight,
+        keys=keys,
+        scoring=scoring,
+        labels=labels,
+        digest=_digest(task.dataset),
+    )
+
+
+def _digest(samples: Iterable[Any]) -> str:
+    """SHA-256 over what is asked and wanted. Choices may be shuffled anew whenever a task is built, so a letter that is
+    wanted stands for the choice at its place."""
+    asked = []
+    for sample in samples:
+        if isinstance(sample.input, str):
+            messages = [["user", sample.input]]
+        else:
+            messages = [[message.role, message.text] for message in sample.input]
+        wanted = [sample.target] if isinstance(sample.target, str) else list(sample.target)
+        choices = list(sample.choices or ())
+        places = [ord(letter) - ord("A") if len(letter) == 1 else -1 for letter in wanted]
+        if choices and all(0 <= place < len(choices) for place in places):
+            wanted = sorted(choices[place] for place in places)
+        asked.append([str(sample.id), messages, sorted(choices), wanted])
+    return hashlib.sha256(json.dumps(sorted(asked)).encode()).hexdigest()
 
 
 def target_text(target: str | Sequence[str]) -> str:

@@ -49,6 +49,7 @@ class Prepared:
     test: data_loader.LoadedRows | None
     evaluator: str
     tasks: tuple[inspect_eval.TaskSpec, ...]
+    task_digests: Mapping[str, str]
     n_samples: int
     labels: tuple[str, ...]
     learning_rate: float
@@ -62,10 +63,11 @@ class Prepared:
 
     @property
     def data_digests(self) -> dict[str, str]:
-        """sha256 of every data file, for telling on resume whether one has changed."""
+        """sha256 of every data file and of every Inspect task's samples, for telling on resume what has changed."""
         files = {"train_file": self.train, "pool_file": self.pool, "eval_file": self.evaluation_rows}
         files["heldout.test_file"] = self.test
-        return {name: loaded.digest for name, loaded in files.items() if loaded is not None}
+        found = {name: loaded.digest for name, loaded in files.items() if loaded is not None}
+        return found | {f"task {name}": digest for name, digest in self.task_digests.items()}
 
 
 def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | None = None) -> Prepared:
@@ -211,6 +213,7 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
         test=data.test,
         evaluator=evaluator,
         tasks=tasks,
+        task_digests={plan.name: plan.digest for plan in plans},
         n_samples=n_samples,
         labels=labels,
         learning_rate=rate,

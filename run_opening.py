@@ -186,7 +186,7 @@ def refuse_changed_inputs(folder: CheckpointManager, prepared: Prepared) -> None
     faults = []
     for name, digest in state.get("data_digests", {}).items():
         if prepared.data_digests.get(name) != digest:
-            faults.append(f"  {name}: the file's content has changed since the run began")
+            faults.append(f"  {name}: the content has changed since the run began")
     if state.get("evaluator", prepared.evaluator) != prepared.evaluator:
         faults.append(f"  evaluator: {state['evaluator']} when the run began, {prepared.evaluator} now")
     began, now = state.get("service", prepared.service), prepared.service

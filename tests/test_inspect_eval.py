@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from scripted_sampler import ScriptedSampler, write_rows
 
+import inspect_planning
 from data_loader import load_rows
 from error_handling import AuthenticationError, ConfigurationError, DataError, EvaluationError, ServiceError
 from evaluation import EvaluationResult, SampleResult
@@ -264,6 +265,38 @@ async def test_done_samples_are_not_asked_again_but_failed_ones_are(tmp_path: Pa
     nothing_left = ScriptedSampler({})
     again = await run(nothing_left, tmp_path, small("repeated"), small("numbers"), done=result.samples)
     assert (again.samples, again.log_paths, nothing_left.asked) == (result.samples, (), [])
+
+
+async def test_a_task_that_asks_something_else_by_now_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    text = (
+        "from inspect_ai import Task, task\n"
+        "from inspect_ai.dataset import MemoryDataset, Sample\n"
+        "from inspect_ai.scorer import exact\n"
+        "@task\n"
+        "def own():\n"
+        "    return Task(dataset=MemoryDataset([Sample(input='QUESTION', target='blue', id=1)]), scorer=exact())\n"
+    )
+    file.write_text(text.replace("QUESTION", "first"))
+    spec = TaskSpec(f"{file}@own")
+    digests = {plan.name: plan.digest for plan in check_tasks([spec])}
+    sampler = ScriptedSampler(lambda question, _: "blue")
+    assert (await run(sampler, tmp_path, spec, digests=digests)).score == 1.0
+    asked = len(sampler.asked)
+    file.write_text(text.replace("QUESTION", "second"))
+    with pytest.raises(EvaluationError, match="questions or answers of own are not those of the run's start"):
+        await run(sampler, tmp_path, spec, digests=digests)
+    assert len(sampler.asked) == asked
+
+
+def test_shuffled_choices_are_the_same_question_and_another_answer_is_not() -> None:
+    from inspect_ai.dataset import Sample
+
+    def digest(choices: list[str], target: str) -> str:
+        return inspect_planning._digest([Sample(input="which", choices=choices, target=target, id=1)])
+
+    assert digest(["red", "blue"], "A") == digest(["blue", "red"], "B")
+    assert digest(["red", "blue"], "A") != digest(["red", "blue"], "B")
 
 
 async def test_results_of_samples_that_are_gone_are_refused(tmp_path: Path) -> None:

@@ -369,7 +369,7 @@ def test_changed_data_is_refused_on_resume(tmp_path):
     _, run_dir = run(tmp_path, **changes)
     lines = data.read_text().splitlines()
     data.write_text("\n".join(lines[:-1]) + "\n")
-    with pytest.raises(ConfigurationError, match="train_file: the file's content has changed"):
+    with pytest.raises(ConfigurationError, match="train_file: the content has changed"):
         resume(run_dir, overrides=("max_rounds=2",))
 
 
