@@ -31,7 +31,7 @@ from error_handling import ConfigurationError, DataError
 from evaluation import SampleResult, normalise
 from evaluation_items import EvaluationItems
 from import_paths import is_import_path
-from label_guard import SetAside, labels_by_task, suspect_labels
+from label_guard import SetAside, labels_by_task, replies_are_labels, suspect_labels
 from overlap import question_text
 from record_files import first_ten, quote
 from row_draw import Draw
@@ -350,6 +350,9 @@ class DataSelector:
             return ()
         if not labels_by_task(samples):
             notes.append("label guard not applied: the evaluation's targets are no closed set of labels")
+            return ()
+        if not replies_are_labels(samples):
+            notes.append("label guard not applied: no reply is a label alone, so no class is known to be known")
             return ()
         if not row_losses:  # asked for the candidates whose losses are to be measured
             return ()

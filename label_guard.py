@@ -2,9 +2,9 @@
 
 A row is set aside when its label's loss is above 1.5 nats **and** most of its 10 nearest rows are labelled otherwise,
 and only if the model already knows the class: in the evaluation it finds at least half of the class's samples (recall),
-and at least half of what it puts there belongs there (precision). A class it does not know yet has high losses
-everywhere, and the rule would throw away nearly half of its good rows; a class it gives nearly every sample has a full
-recall and is not known either. Rows are listed for a person, never deleted.
+and at least half of what it puts there belongs there (precision), in every task that has the label. A class it does not
+know yet has high losses everywhere, and the rule would throw away nearly half of its good rows; a class it gives nearly
+every sample has a full recall and is not known either. Rows are listed for a person, never deleted.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ MIN_RECALL = 0.5
 MIN_PRECISION = 0.5
 MIN_LOSS = 1.5  # nats per trained token
 NEIGHBOURS = 10
+MIN_NEIGHBOURS = 5  # fewer are no evidence
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,7 @@ def suspect_labels(
     import numpy as np
 
     labels = sorted(set().union(*labels_by_task(samples).values()))
-    precision = precision_by_label(samples)
-    known = {
-        label
-        for label, recall in recall_by_label(samples).items()
-        if recall >= MIN_RECALL and precision.get(label, 0.0) >= MIN_PRECISION
-    }
+    known = known_labels(samples)
     label_of = np.full(len(supply), -1, dtype=np.int64)
     for number, label in enumerate(labels):
         label_of[supply.answering(label)] = number
@@ -82,7 +78,7 @@ def suspect_labels(
     for at, row, near in zip(judged, rows, nearest, strict=True):
         others = [position for position, _ in near if position != at][:NEIGHBOURS]
         disagreeing = sum(bool(label_of[position] != label_of[at]) for position in others)
-        if 2 * disagreeing > len(others):
+        if len(others) >= MIN_NEIGHBOURS and 2 * disagreeing > len(others):
             suspects.append(SetAside(row, high[at], disagreeing, len(others)))
     return tuple(suspects)
 
@@ -94,6 +90,25 @@ def labels_by_task(samples: Sequence[SampleResult]) -> dict[str, set[str]]:
         targets.setdefault(sample.task, {})[sample.id] = sample.target
     closed = {task: closed_label_set(list(by_id.values())) for task, by_id in targets.items()}
     return {task: {normalise(label) for label in labels} for task, labels in closed.items() if labels}
+
+
+def known_labels(samples: Sequence[SampleResult]) -> set[str]:
+    """Normalised labels whose recall and precision are at least a half in every task that has them."""
+    known: set[str] = set()
+    unknown: set[str] = set()
+    for task, labels in labels_by_task(samples).items():
+        of_task = [sample for sample in samples if sample.task == task]
+        recall, precision = recall_by_label(of_task), precision_by_label(of_task)
+        for label in labels:
+            enough = recall.get(label, 0.0) >= MIN_RECALL and precision.get(label, 0.0) >= MIN_PRECISION
+            (known if enough else unknown).add(label)
+    return known - unknown
+
+
+def replies_are_labels(samples: Sequence[SampleResult]) -> bool:
+    """Whether any reply is one of its task's labels and nothing else; else no class's precision can be told."""
+    labels = labels_by_task(samples)
+    return any(normalise(sample.output) in labels.get(sample.task, ()) for sample in samples)
 
 
 def recall_by_label(samples: Sequence[SampleResult]) -> dict[str, float]:

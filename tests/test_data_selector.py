@@ -3,12 +3,15 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data_selector import DataSelector
 from error_handling import ConfigurationError, DataError, SelectionError
 from evaluation import SampleResult
+from label_guard import known_labels, suspect_labels
 from row_files import Row
+from row_supply import RowSupply
 
 
 @dataclass(frozen=True)
@@ -512,6 +515,57 @@ def test_guard_leaves_classes_alone_that_the_model_does_not_know():
     chosen = guarded(losses, wrong=("refund",))
     assert chosen.set_aside == ()
     assert "train:24" in ids(chosen)
+
+
+def replies(*counts, task="t"):
+    """Samples: for each (count, target, reply) as many."""
+    pairs = [(target, reply) for count, target, reply in counts for _ in range(count)]
+    return [
+        replace(sample(f"{task}{n}", f"q{n}", target, float(target == reply), task=task), output=reply)
+        for n, (target, reply) in enumerate(pairs)
+    ]
+
+
+def test_guard_knows_a_class_from_half_of_its_samples_and_half_of_its_replies_on():
+    def known(*counts):
+        return "refund" in known_labels(replies(*counts))
+
+    right = (2, "refund", "refund"), (4, "billing", "billing")
+    assert known(*right, (2, "refund", "billing"))  # recall 2 of 4
+    assert not known(*right, (3, "refund", "billing"))  # 2 of 5
+    assert known(*right, (2, "billing", "refund"))  # precision 2 of 4
+    assert not known(*right, (3, "billing", "refund"))  # 2 of 5
+
+
+def test_guard_wants_a_label_known_in_every_task_that_has_it():
+    known = replies((9, "yes", "yes"), (9, "no", "no"), task="one")
+    assert known_labels(known) == {"yes", "no"}
+    other = replies((3, "yes", "no"), (9, "no", "no"), task="two")
+    assert known_labels([*known, *other]) == {"no"}
+
+
+def test_guard_says_that_replies_which_are_no_labels_tell_nothing():
+    wordy = [replace(one, output=f"ANSWER: {one.target}") for one in evaluation(("billing", "refund"), ())]
+    chosen = select(guard_rows(), samples=wordy, count=30, losses={"train:24": 3.0}, label_guard=True)
+    assert chosen.set_aside == ()
+    assert any("no reply is a label alone" in note for note in chosen.notes)
+
+
+@pytest.mark.parametrize(("others", "disagreeing", "set_aside"), [(10, 6, 1), (10, 5, 0), (5, 3, 1), (4, 4, 0)])
+def test_guard_needs_more_than_half_of_at_least_five_neighbours(others, disagreeing, set_aside):
+    rows = [row("train:0", "the row itself", "refund")]
+    rows += [row(f"train:{n + 1}", f"other {n}", "billing" if n < disagreeing else "refund") for n in range(others)]
+
+    class Nearest:
+        """Stands for the index: every row is a neighbour, in order."""
+
+        def nearest(self, queries, *, limit, among=None, levels=None):
+            return [[(position, 0.5) for position in range(len(rows))][:limit] for _ in queries]
+
+    samples = evaluation(("billing", "refund"), ())
+    allowed = np.ones(len(rows), dtype=bool)
+    found = suspect_labels(RowSupply(rows), allowed, Nearest(), samples, {"train:0": 3.0})
+    assert len(found) == set_aside
 
 
 def test_guard_says_when_it_could_not_be_applied():
