@@ -27,7 +27,6 @@ import run_opening
 import run_summary
 import search_folder
 import search_space
-import significance
 import tinker_backend
 from checkpoint_manager import CheckpointManager
 from config_groups import Price
@@ -239,7 +238,7 @@ class _Search:
                 "learning_rate and start a new search."
             )
         best = order[0]
-        record = self._record(best)
+        record = _record(self.path, best)
         met = record is not None and round_decision.target_met(record, self.config)[0]
         self.screen.where(
             {"search": self.path, "table": self.path / "table.md", "best": self.path / "best_config.json"}
@@ -265,7 +264,8 @@ class _Search:
         elif len(self.finished) < self.trials:
             notes.append(f"{len(self.finished)} of {self.trials} trials are finished.")
         if len(order) > 1:
-            notes.append(search_space.lead_sentence(order[0], order[1], self._paired_p(order[0], order[1])))
+            best_two = compared(self.path, order[0], order[1])
+            notes.append(search_space.lead_sentence(order[0], order[1], best_two))
             notes.append(
                 f"The best of {len(order)} scores on the same questions tends to be too high: measure the winner anew."
             )
@@ -280,22 +280,17 @@ class _Search:
         durable_files.write_atomic(self.path / "table.md", text)
         return text
 
-    def _record(self, trial: TrialResult) -> round_decision.RoundRecord | None:
-        folder = CheckpointManager.open(self.path / trial.run, lock=False)
-        rows = folder.round_results()
-        return run_opening.round_record(folder, rows[-1]) if rows else None
 
-    def _paired_p(self, best: TrialResult, second: TrialResult) -> float | None:
-        """p of the paired test over the samples that both trials have."""
-        one, other = self._record(best), self._record(second)
-        if one is None or other is None:
-            return None
-        keys = sorted(one.sample_scores.keys() & other.sample_scores.keys())
-        if not keys:
-            return None
-        return significance.paired_p_value(
-            [other.sample_scores[key] for key in keys], [one.sample_scores[key] for key in keys]
-        )
+def compared(path: Path, best: TrialResult, second: TrialResult) -> round_decision.Comparison | None:
+    """`best` against `second` over the samples that both trials of the search in `path` have; None without any."""
+    one, other = _record(path, best), _record(path, second)
+    return round_decision.compare(other, one) if one is not None and other is not None else None
+
+
+def _record(path: Path, trial: TrialResult) -> round_decision.RoundRecord | None:
+    folder = CheckpointManager.open(path / trial.run, lock=False)
+    rows = folder.round_results()
+    return run_opening.round_record(folder, rows[-1]) if rows else None
 
 
 def _prepare(config: TrainingConfig, backend: tinker_backend.Backend) -> Prepared:

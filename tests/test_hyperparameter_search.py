@@ -16,8 +16,12 @@ from typing import Any
 import pytest
 
 import config_schema
+import hyperparameter_search
 import trainer_with_eval
+from checkpoint_manager import CheckpointManager
 from config_groups import HeldoutConfig
+from evaluation import SampleResult
+from search_space import TrialResult
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -143,6 +147,38 @@ def test_the_table_names_the_best_which_is_a_configuration_to_run(searched, afte
     config = config_schema.load_and_validate_config(after_one / "best_config.json", ["heldout.test_file=null"])
     assert (config.learning_rate, config.lora_rank) == (best["learning_rate"], best["rank"])
     assert (config.eval_threshold, config.max_rounds) == (0.3, 3)
+
+
+def measured(search: Path, number: int, right: dict[str, list[bool]]) -> TrialResult:
+    """A trial as its folder holds it: `right` of every task, in clusters of three; each task weighs the same."""
+    with CheckpointManager.create(search, {}, trial=number) as folder:
+        for task, answers in right.items():
+            folder.append_samples(
+                1,
+                [
+                    SampleResult(task, str(n), 1, "q", "a", "o", float(answer), cluster=f"document {n // 3}")
+                    for n, answer in enumerate(answers)
+                ],
+            )
+        score = sum(sum(answers) / len(answers) for answers in right.values()) / len(right)
+        tasks = [{"task": task, "score": 0.0, "threshold": None, "ci_low": None, "weight": 1.0} for task in right]
+        figures = {"score": score, "ci_low": None, "ci_high": None, "n": 1, "errors": 0, "tasks": tasks}
+        folder.save_round_result(1, figures)
+        nothing = {"train": 0, "prefill": 0, "sample": 0}
+        return TrialResult(number, 1e-4, 8, folder.run_id, "completed", score, None, None, 1, nothing, 1.0, "")
+
+
+def test_two_trials_are_compared_by_cluster_and_by_task_weight(tmp_path):
+    second = measured(tmp_path, 1, {"a": [False] * 6, "b": [True] * 3})
+    best = measured(tmp_path, 2, {"a": [True] * 6, "b": [True] * 3})
+    found = hyperparameter_search.compared(tmp_path, best, second)
+    assert found is not None
+    # Six of nine samples are right in one trial alone, and their task is half of the score.
+    assert (found.n, found.difference) == (9, pytest.approx(0.5))
+    # They are two documents: of the four ways to turn these, two are as extreme. Sample by sample it were 2 / 2**6.
+    assert found.p == pytest.approx(0.5)
+    assert found.ci_low is not None
+    assert found.ci_low < 0
 
 
 def kill_in_the_second_trial(search: Path) -> Path:
