@@ -258,9 +258,13 @@ def tell_outcome(folder: CheckpointManager, summary: Mapping[str, Any], screen: 
     screen.where(places)
 
 
-def record_interruption(folder: CheckpointManager, status: str) -> None:
-    """Write `interrupted` or `failed` into the state of a run that stops before its end."""
-    folder.update_state(status=status, stopped_at=utc_now())
+def record_interruption(folder: CheckpointManager, status: str, wall_s: float | None) -> None:
+    """Write `interrupted` or `failed` into the state of a run that stops before its end, `wall_s` seconds into it.
+
+    None for the seconds: as many as the state holds already.
+    """
+    spent = {} if wall_s is None else {"wall_s": wall_s}
+    folder.update_state(status=status, stopped_at=utc_now(), **spent)
 
 
 def _harmless(key: str) -> bool:
