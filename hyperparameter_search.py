@@ -9,7 +9,8 @@
 
 Trials go one after the other. The base model is the same for all, so the first trial alone asks it; the others take
 over its answers. Killed anywhere, a resumed search runs no finished trial again and goes on with the interrupted one
-where it stopped. Trials are compared by the validation score; the test set is never read.
+where it stopped. Trials are compared by the validation score; the test set is never
+asked or scored, only compared with the training rows.
 """
 
 from __future__ import annotations
@@ -294,7 +295,7 @@ def _record(path: Path, trial: TrialResult) -> round_decision.RoundRecord | None
 
 
 def _prepare(config: TrainingConfig, backend: tinker_backend.Backend) -> Prepared:
-    """Every check, on the first trial's configuration: it is the one that was written, and has no test set."""
+    """Every check, on the first trial's configuration: it is the one that was written."""
     return prepare(search_space.trial_config(config, search_space.search_space(config).start), backend)
 
 

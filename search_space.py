@@ -5,7 +5,7 @@ Nothing here is run or sent::
     space = search_space(config)
     proposals = Proposals(space, config.seed)
     point = proposals.next()                       # the first is the configuration as it stands
-    trial = trial_config(config, point)            # one round, nothing submitted, no test set
+    trial = trial_config(config, point)            # one round, nothing submitted
     proposals.tell(0.61)
 
 A trial is one round of `steps_per_round` steps, trained as the first round of the whole run would be: the same warm-up
@@ -113,7 +113,8 @@ def trial_config(config: TrainingConfig, point: Point) -> TrainingConfig:
     """The configuration of the trial at `point`.
 
     It has one round; a threshold that only a perfect base model meets, so that it does train; no limits of its own,
-    because the search keeps them; and neither the test set nor anything that tells others of a run.
+    because the search keeps them; and nothing that tells others of a run. Of the test set it keeps the file alone, with
+    which training rows are compared so that none asks what it asks; no trial asks or scores it.
     """
     changes: dict[str, Any] = {
         **_point_keys(config, point),
@@ -122,7 +123,7 @@ def trial_config(config: TrainingConfig, point: Point) -> TrainingConfig:
         "eval_threshold": 1.0,
         "decision": DecisionConfig(),
         "budget": BudgetConfig(),
-        "heldout": HeldoutConfig(),
+        "heldout": HeldoutConfig(test_file=config.heldout.test_file),
         "evalops_enabled": False,
         "trackers": (),
         "notify": None,

@@ -19,7 +19,6 @@ import config_schema
 import hyperparameter_search
 import trainer_with_eval
 from checkpoint_manager import CheckpointManager
-from config_groups import HeldoutConfig
 from evaluation import SampleResult
 from search_space import TrialResult
 
@@ -76,10 +75,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """A search of two trials that nothing broke. Its test set is in no place where it could be read."""
+    """A search of two trials that nothing broke."""
     folder = tmp_path_factory.mktemp("search")
-    config = config_schema.load_and_validate_config(write_config(folder))
-    config = config.model_copy(update={"heldout": HeldoutConfig(test_file="/nowhere/test.jsonl")})
+    (folder / "test.jsonl").write_text(json.dumps({"id": "kept", "question": "How high is Mt. Zorb?", "answer": "9"}))
+    config = config_schema.load_and_validate_config(write_config(folder, heldout={"test_file": "test.jsonl"}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_MOCK", "1")
         result = asyncio.run(trainer_with_eval.tune(config, trials=2, runs_dir=folder / "runs", console=False))
@@ -94,8 +93,6 @@ def after_one(searched: tuple[dict[str, Any], Path], tmp_path: Path) -> Path:
     shutil.rmtree(search / trials(search)[1]["run"])
     first = (search / "trials.jsonl").read_text().splitlines()[0]
     (search / "trials.jsonl").write_text(first + "\n")
-    config = json.loads((search / "config.json").read_text())
-    (search / "config.json").write_text(json.dumps({**config, "heldout": HeldoutConfig().model_dump()}))
     return search
 
 
@@ -116,7 +113,10 @@ def test_two_trials_are_ordinary_runs_that_ask_the_base_model_once(searched):
         config = json.loads((search / row["run"] / "config.json").read_text())
         assert (config["lora_rank"], config["learning_rate"]) == (row["rank"], row["learning_rate"])
         assert config["min_lr"] <= config["learning_rate"]
-        assert config["heldout"]["test_file"] is None
+        assert Path(config["heldout"]["test_file"]).name == "test.jsonl"
+        asked = [path.read_text() for path in (search / row["run"] / "samples").iterdir()]
+        assert asked
+        assert not any("Zorb" in text for text in asked)
     assert [row["round"] for row in events(search / one["run"], "evaluation")] == [0, 1]
     assert [row["round"] for row in events(search / two["run"], "evaluation")] == [1]
     asked = [(search / row["run"] / "samples" / "round_00.jsonl").read_text() for row in (one, two)]
@@ -144,7 +144,7 @@ def test_the_table_names_the_best_which_is_a_configuration_to_run(searched, afte
     assert f"| **{best['trial']}** | {best['learning_rate']:.4g} | {best['rank']} | {best['score']:.3f} |" in text
     assert "the order of the two may be chance" in text or "ties with" in text or "beyond noise" in text
     assert "Scores are on training data." in text
-    config = config_schema.load_and_validate_config(after_one / "best_config.json", ["heldout.test_file=null"])
+    config = config_schema.load_and_validate_config(after_one / "best_config.json")
     assert (config.learning_rate, config.lora_rank) == (best["learning_rate"], best["rank"])
     assert (config.eval_threshold, config.max_rounds) == (0.3, 3)
 
@@ -265,6 +265,16 @@ def test_a_dry_run_shows_the_plan_of_the_search_and_leaves_nothing(tmp_path, cap
     assert main(*words) == 2
     assert "does not hold the baseline and one trial" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_search_trains_no_more_on_the_test_file_than_a_run_does(tmp_path, capsys):
+    config = write_config(tmp_path, heldout={"test_file": "test.jsonl"})
+    fact = json.loads((tmp_path / "facts.jsonl").read_text().splitlines()[1])
+    (tmp_path / "test.jsonl").write_text(json.dumps({**fact, "id": "kept"}) + "\n")
+    assert main("--config", config, "--runs-dir", tmp_path / "runs", "--tune", "2", "--dry-run") == 2
+    said = capsys.readouterr().err
+    assert "facts.jsonl:2" in said
+    assert "what is in the test file is never trained on" in said
 
 
 def test_a_learning_rate_at_which_training_breaks_down_is_a_failed_trial(tmp_path, capsys):

@@ -57,17 +57,22 @@ def test_a_rate_below_the_floor_lowers_the_floor():
     assert search_space.trial_config(config(min_lr=1e-6), low).min_lr == 1e-6
 
 
-def test_a_trial_knows_neither_the_test_set_nor_limits_nor_whom_to_tell():
+def test_a_trial_knows_neither_limits_nor_whom_to_tell_and_of_the_test_set_the_file_alone():
     whole = config(
         budget={"tokens": 9},
         evalops_enabled=True,
         evalops_test_suite_id="suite",
         decision={"target_rule": "lower_bound"},
         eval_threshold=0.4,
-    ).model_copy(update={"heldout": HeldoutConfig(test_file="/nowhere/test.jsonl"), "notify": "n", "trackers": ("x",)})
+    ).model_copy(
+        update={
+            "heldout": HeldoutConfig(test_file="/nowhere/test.jsonl", family="f"),
+            "notify": "n",
+            "trackers": ("x",),
+        }
+    )
     tried = search_space.trial_config(whole, Point(1e-4, 16))
-    assert tried.heldout == HeldoutConfig()
-    assert "/nowhere/test.jsonl" not in str(tried.to_json_dict())
+    assert tried.heldout == HeldoutConfig(test_file="/nowhere/test.jsonl")
     assert (tried.budget.tokens, tried.evalops_enabled, tried.notify, tried.trackers) == (None, False, None, ())
     assert (tried.eval_threshold, tried.decision.target_rule) == (1.0, "point")
 
