@@ -37,6 +37,7 @@ from error_handling import (
     EXIT_TARGET_MISSED,
     ConfigurationError,
     EvaluationError,
+    NoEffectError,
     TrainingError,
 )
 from logger import StructuredLogger, redact_values
@@ -178,8 +179,9 @@ class _Search:
                         folder.engine_dir, adopt=config.init_from, adopt_from=self.runs_dir
                     ) as backend:
                         await self.run_trial(prepared, folder, backend)
-                except TrainingError as err:
-                    # A learning rate at which training breaks down is a finding, not an end of the search.
+                except (TrainingError, NoEffectError) as err:
+                    # A learning rate that breaks training down or moves no weight is a finding,
+                    # not an end of the search.
                     failure = str(err)
                     self.screen.warn(f"trial {number} failed: {failure}")
             return _result(number, point, folder, failure)
@@ -196,6 +198,7 @@ class _Search:
         with durable_files.storage_errors(path.parent, "make"):
             path.parent.mkdir(exist_ok=True)
         durable_files.write_jsonl(path, samples)
+        folder.write_likelihood(0, source.load_likelihood(0))
         measured = {key: value for key, value in source.round_results()[0].items() if key not in _DECIDED}
         nothing = {"train": 0, "prefill": 0, "sample": 0}
         folder.save_round_result(
@@ -204,7 +207,7 @@ class _Search:
                 **measured,
                 "tokens": nothing,
                 "cost": run_summary.money(nothing, self.price),
-                search_folder.MEASURED_ONCE: source.run_id,
+                run_opening.MEASURED_ONCE: source.run_id,
             },
         )
         folder.phase_done(0, "submit")
@@ -235,7 +238,7 @@ class _Search:
         self.screen.say(text)
         if not order:
             raise EvaluationError(
-                f"none of {len(self.finished)} trials came to a score; {self.path / 'table.md'} says why. Lower "
+                f"none of {len(self.finished)} trials came to a score; {self.path / 'table.md'} says why. Change "
                 "learning_rate and start a new search."
             )
         best = order[0]
@@ -331,7 +334,7 @@ def _result(number: int, point: Point, folder: CheckpointManager, failure: str) 
     """What a trial came to, from its run folder."""
     rows = folder.round_results()
     measured: Mapping[str, Any] = {} if failure else rows[-1]
-    own_rounds = [1] if rows and search_folder.MEASURED_ONCE in rows[0] else [0, 1]
+    own_rounds = [1] if rows and run_opening.MEASURED_ONCE in rows[0] else [0, 1]
     return TrialResult(
         trial=number,
         learning_rate=point.learning_rate,

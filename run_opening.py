@@ -29,6 +29,9 @@ from preparation import Prepared
 HARMLESS = ("max_rounds", "eval_threshold", "decision.patience", "budget.tokens", "budget.money", "budget.seconds")
 HARMLESS_GROUPS = ("prices.",)
 
+MEASURED_ONCE = "reused_from"
+"""Key of round 0's result that names the run whose answers of the base model were taken over."""
+
 
 def show_plan(prepared: Prepared, screen: StructuredLogger) -> None:
     """What will be done, with one example and its loss mask (`>` marks what is trained)."""

@@ -33,6 +33,7 @@ from error_handling import (
     CheckpointError,
     EvalLoopError,
     InterruptedRunError,
+    NoEffectError,
     TrainingError,
 )
 
@@ -220,7 +221,7 @@ async def to_the_end(
     except EvalLoopError as err:
         run_opening.record_interruption(folder, "failed", run.wall_seconds() if run else None)
         log.event("failed", error=str(err))
-        if not isinstance(err, TrainingError | CheckpointError):
+        if not isinstance(err, TrainingError | CheckpointError | NoEffectError):
             print(f"Everything finished so far is kept. Continue with: {resume_command}", file=sys.stderr)
         raise
     run_opening.tell_outcome(folder, summary, log)

@@ -190,9 +190,7 @@ class TrainingRun:
         await self._try_the_engine()
         model_path = None
         if self.config.init_from:
-            client = await self.client(0)
-            saved = await self._wait(client.save_weights_for_sampler("start"), "the starting adapter's weights")
-            model_path = saved.path
+            model_path = await self._save_start(await self.client(0))
         figures = await self._evaluate(0, model_path, "baseline")
         self.folder.save_round_result(
             0, {**figures, "checkpoint": model_path, "learning_rate": None, "steps": 0, "rows": 0}
@@ -445,6 +443,21 @@ class TrainingRun:
             )
         )
 
+    async def _save_start(self, client: tinker.TrainingClient) -> str:
+        saved = await self._wait(client.save_weights_for_sampler("start"), "the starting adapter's weights")
+        return str(saved.path)
+
+    async def _start_path(self) -> str | None:
+        """The weights that the baseline measured, for sampling; None for the base model."""
+        baseline = self.result(0)
+        if self.config.init_from and run_opening.MEASURED_ONCE in baseline:
+            # Another run saved them, and may have done so in an engine of its own.
+            return await self._save_start(
+                await self.backend.restore_training_client(self.config.init_from, optimizer=False)
+            )
+        path: str | None = baseline["checkpoint"]
+        return path
+
     async def _check_effect(
         self,
         round: int,
@@ -464,7 +477,7 @@ class TrainingRun:
         if not same:
             return
         self.log.warn(f"round {round}: all {same} replies are, word for word, those of the baseline", round=round)
-        start = self.result(0)["checkpoint"]
+        start = await self._start_path()
         model = None if start else self.config.base_model
         before = await self.backend.create_sampling_client(model_path=start, base_model=model)
         after = await self.backend.create_sampling_client(model_path=model_path, state_path=state_path)

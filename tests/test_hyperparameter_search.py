@@ -17,6 +17,7 @@ import pytest
 
 import config_schema
 import hyperparameter_search
+import tinker_backend
 import trainer_with_eval
 from checkpoint_manager import CheckpointManager
 from evaluation import SampleResult
@@ -287,6 +288,29 @@ def test_a_learning_rate_at_which_training_breaks_down_is_a_failed_trial(tmp_pat
     assert "the loss is" in row["reason"]
     assert row["tokens"]["train"] > 0
     assert not (search / "best_config.json").exists()
+
+
+def test_learning_rates_that_move_no_weight_are_failed_trials_and_do_not_end_the_search(tmp_path, capsys):
+    config = write_config(tmp_path, learning_rate=1e-25, min_lr=0.0, steps_per_round=1)
+    assert main("--config", config, "--runs-dir", tmp_path / "runs", "--tune", "2") == 1
+    assert "none of 2 trials came to a score" in capsys.readouterr().err
+    (search,) = (tmp_path / "runs").iterdir()
+    # The second trial knows what the first one measured before training, and judges by that.
+    assert [row["status"] for row in trials(search)] == ["failed", "failed"]
+    assert all("the adapter has no effect. All 3 evaluation targets" in row["reason"] for row in trials(search))
+
+
+def test_a_trial_that_replies_as_the_adapter_it_started_from_is_checked_against_that_adapter(tmp_path):
+    with tinker_backend.connect(tmp_path / "runs" / "begun" / "engine") as backend:
+        client = asyncio.run(backend.create_training_client(SETTINGS["base_model"], rank=4, seed=1))
+        start = client.save_state("start").result().path
+    config = write_config(tmp_path, init_from=start, learning_rate=1e-6, min_lr=0.0, steps_per_round=1)
+    assert main("--config", config, "--runs-dir", tmp_path / "runs", "--tune", "2") == 3
+    (search,) = (tmp_path / "runs").glob("tuning-*")
+    for row in trials(search):
+        assert (row["status"], row["score"] is None) == ("completed", False)
+        (warning,) = [e for e in events(search / row["run"], "warning") if "those of the baseline" in e["message"]]
+        assert warning["round"] == 1
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "x", "1.5"])
