@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from error_handling import EvaluationError, ServiceError
+from error_handling import NoEffectError, ServiceError
 from evaluation import SampleResult
 from service_waits import Watch, wait_for
 
@@ -96,9 +96,9 @@ def without_effect(base: Sequence[TargetLikelihood], adapter: Sequence[TargetLik
 def refuse_without_effect(
     round: int, base: Sequence[TargetLikelihood], adapter: Sequence[TargetLikelihood], *, learning_rate: float
 ) -> None:
-    """Raise `EvaluationError` when the round's adapter leaves every logprob of the targets as it was."""
+    """Raise `NoEffectError` when the round's adapter leaves every logprob of the targets as it was."""
     if without_effect(base, adapter):
-        raise EvaluationError(
+        raise NoEffectError(
             f"round {round}: the adapter has no effect. All {len(adapter)} evaluation targets have, bit for bit, the "
             "logprobs they had before training, so this round's score would be that of the untouched model. Likely "
             f"causes: a learning rate that moves no weight (it is {learning_rate:.3g}); a service that trained or "
@@ -127,7 +127,7 @@ async def refuse_unused_adapter(
     *,
     watch: Watch | None = None,
 ) -> None:
-    """Raise `EvaluationError` when two samplers give the same tokens bit-equal logprobs.
+    """Raise `NoEffectError` when two samplers give the same tokens bit-equal logprobs.
 
     For when all replies are equal: the weights may be trained, and the server sample without them.
     """
@@ -139,7 +139,7 @@ async def refuse_unused_adapter(
             [await wait_for(future, "logprobs of the evaluation targets", watch=watch) for future in futures]
         )
     if asked and answers[0] == answers[1]:
-        raise EvaluationError(
+        raise NoEffectError(
             f"round {round}: the adapter has no effect. The sampler of its checkpoint gives every reply of the "
             f"untouched model, and bit for bit its logprobs over {len(asked)} evaluation targets, although training "
             "changed the weights: the server samples without the adapter, or from another one."

@@ -145,19 +145,13 @@ def mean_length(items: Sequence[T], length: Callable[[T], int], seed: int) -> fl
 def expected_round(
     upper: Mapping[str, int], baseline: Mapping[str, int], rounds: Sequence[Mapping[str, int]]
 ) -> dict[str, int]:
-    """Tokens that the next round is expected to take, of which `upper` is the estimate.
+    """The most tokens that the next round is expected to take, of which `upper` is the estimate.
 
-    Without a finished round it is the estimate. After that, the replies are expected as long as the longest evaluation
-    so far in place of the longest possible; whatever else took more than was estimated is expected to do so again.
+    The estimate holds however short the replies were so far: a model in training may begin to fill them up to
+    `evaluation.max_tokens`. What took more than was estimated is expected to do so again.
     """
-    if not rounds:
-        return {**upper, "prefill": max(upper["prefill"], baseline["prefill"])}
-    seen = [baseline, *rounds]
-    return {
-        "train": max(upper["train"], *(row["train"] for row in rounds)),
-        "prefill": max(upper["prefill"], *(row["prefill"] for row in seen)),
-        "sample": max(row["sample"] for row in seen),
-    }
+    seen = [upper, baseline, *rounds]
+    return {kind: max(row[kind] for row in seen) for kind in ("train", "prefill", "sample")}
 
 
 def describe(estimate: RunEstimate, price: Price | None) -> list[str]:

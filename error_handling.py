@@ -99,6 +99,10 @@ class EvaluationError(EvalLoopError, RuntimeError):
     """An evaluation could not be completed; no score exists."""
 
 
+class NoEffectError(EvaluationError):
+    """A trained adapter changes nothing, so its score would be that of the model it started from."""
+
+
 class EvalOpsError(EvalLoopError, RuntimeError):
     """The EvalOps API refused a submission or did not answer."""
 

@@ -9,7 +9,8 @@
 
 Trials go one after the other. The base model is the same for all, so the first trial alone asks it; the others take
 over its answers. Killed anywhere, a resumed search runs no finished trial again and goes on with the interrupted one
-where it stopped. Trials are compared by the validation score; the test set is never read.
+where it stopped. Trials are compared by the validation score; the test set is never
+asked or scored, only compared with the training rows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ import run_opening
 import run_summary
 import search_folder
 import search_space
-import significance
 import tinker_backend
 from checkpoint_manager import CheckpointManager
 from config_groups import Price
@@ -37,6 +37,7 @@ from error_handling import (
     EXIT_TARGET_MISSED,
     ConfigurationError,
     EvaluationError,
+    NoEffectError,
     TrainingError,
 )
 from logger import StructuredLogger, redact_values
@@ -178,8 +179,9 @@ class _Search:
                         folder.engine_dir, adopt=config.init_from, adopt_from=self.runs_dir
                     ) as backend:
                         await self.run_trial(prepared, folder, backend)
-                except TrainingError as err:
-                    # A learning rate at which training breaks down is a finding, not an end of the search.
+                except (TrainingError, NoEffectError) as err:
+                    # A learning rate that breaks training down or moves no weight is a finding,
+                    # not an end of the search.
                     failure = str(err)
                     self.screen.warn(f"trial {number} failed: {failure}")
             return _result(number, point, folder, failure)
@@ -196,6 +198,7 @@ class _Search:
         with durable_files.storage_errors(path.parent, "make"):
             path.parent.mkdir(exist_ok=True)
         durable_files.write_jsonl(path, samples)
+        folder.write_likelihood(0, source.load_likelihood(0))
         measured = {key: value for key, value in source.round_results()[0].items() if key not in _DECIDED}
         nothing = {"train": 0, "prefill": 0, "sample": 0}
         folder.save_round_result(
@@ -204,7 +207,7 @@ class _Search:
                 **measured,
                 "tokens": nothing,
                 "cost": run_summary.money(nothing, self.price),
-                search_folder.MEASURED_ONCE: source.run_id,
+                run_opening.MEASURED_ONCE: source.run_id,
             },
         )
         folder.phase_done(0, "submit")
@@ -235,11 +238,11 @@ class _Search:
         self.screen.say(text)
         if not order:
             raise EvaluationError(
-                f"none of {len(self.finished)} trials came to a score; {self.path / 'table.md'} says why. Lower "
+                f"none of {len(self.finished)} trials came to a score; {self.path / 'table.md'} says why. Change "
                 "learning_rate and start a new search."
             )
         best = order[0]
-        record = self._record(best)
+        record = _record(self.path, best)
         met = record is not None and round_decision.target_met(record, self.config)[0]
         self.screen.where(
             {"search": self.path, "table": self.path / "table.md", "best": self.path / "best_config.json"}
@@ -265,7 +268,8 @@ class _Search:
         elif len(self.finished) < self.trials:
             notes.append(f"{len(self.finished)} of {self.trials} trials are finished.")
         if len(order) > 1:
-            notes.append(search_space.lead_sentence(order[0], order[1], self._paired_p(order[0], order[1])))
+            best_two = compared(self.path, order[0], order[1])
+            notes.append(search_space.lead_sentence(order[0], order[1], best_two))
             notes.append(
                 f"The best of {len(order)} scores on the same questions tends to be too high: measure the winner anew."
             )
@@ -280,26 +284,21 @@ class _Search:
         durable_files.write_atomic(self.path / "table.md", text)
         return text
 
-    def _record(self, trial: TrialResult) -> round_decision.RoundRecord | None:
-        folder = CheckpointManager.open(self.path / trial.run, lock=False)
-        rows = folder.round_results()
-        return run_opening.round_record(folder, rows[-1]) if rows else None
 
-    def _paired_p(self, best: TrialResult, second: TrialResult) -> float | None:
-        """p of the paired test over the samples that both trials have."""
-        one, other = self._record(best), self._record(second)
-        if one is None or other is None:
-            return None
-        keys = sorted(one.sample_scores.keys() & other.sample_scores.keys())
-        if not keys:
-            return None
-        return significance.paired_p_value(
-            [other.sample_scores[key] for key in keys], [one.sample_scores[key] for key in keys]
-        )
+def compared(path: Path, best: TrialResult, second: TrialResult) -> round_decision.Comparison | None:
+    """`best` against `second` over the samples that both trials of the search in `path` have; None without any."""
+    one, other = _record(path, best), _record(path, second)
+    return round_decision.compare(other, one) if one is not None and other is not None else None
+
+
+def _record(path: Path, trial: TrialResult) -> round_decision.RoundRecord | None:
+    folder = CheckpointManager.open(path / trial.run, lock=False)
+    rows = folder.round_results()
+    return run_opening.round_record(folder, rows[-1]) if rows else None
 
 
 def _prepare(config: TrainingConfig, backend: tinker_backend.Backend) -> Prepared:
-    """Every check, on the first trial's configuration: it is the one that was written, and has no test set."""
+    """Every check, on the first trial's configuration: it is the one that was written."""
     return prepare(search_space.trial_config(config, search_space.search_space(config).start), backend)
 
 
@@ -335,7 +334,7 @@ def _result(number: int, point: Point, folder: CheckpointManager, failure: str) 
     """What a trial came to, from its run folder."""
     rows = folder.round_results()
     measured: Mapping[str, Any] = {} if failure else rows[-1]
-    own_rounds = [1] if rows and search_folder.MEASURED_ONCE in rows[0] else [0, 1]
+    own_rounds = [1] if rows and run_opening.MEASURED_ONCE in rows[0] else [0, 1]
     return TrialResult(
         trial=number,
         learning_rate=point.learning_rate,

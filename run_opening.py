@@ -29,6 +29,9 @@ from preparation import Prepared
 HARMLESS = ("max_rounds", "eval_threshold", "decision.patience", "budget.tokens", "budget.money", "budget.seconds")
 HARMLESS_GROUPS = ("prices.",)
 
+MEASURED_ONCE = "reused_from"
+"""Key of round 0's result that names the run whose answers of the base model were taken over."""
+
 
 def show_plan(prepared: Prepared, screen: StructuredLogger) -> None:
     """What will be done, with one example and its loss mask (`>` marks what is trained)."""
@@ -265,9 +268,13 @@ def tell_outcome(folder: CheckpointManager, summary: Mapping[str, Any], screen: 
     screen.where(places)
 
 
-def record_interruption(folder: CheckpointManager, status: str) -> None:
-    """Write `interrupted` or `failed` into the state of a run that stops before its end."""
-    folder.update_state(status=status, stopped_at=utc_now())
+def record_interruption(folder: CheckpointManager, status: str, wall_s: float | None) -> None:
+    """Write `interrupted` or `failed` into the state of a run that stops before its end, `wall_s` seconds into it.
+
+    None for the seconds: as many as the state holds already.
+    """
+    spent = {} if wall_s is None else {"wall_s": wall_s}
+    folder.update_state(status=status, stopped_at=utc_now(), **spent)
 
 
 def _harmless(key: str) -> bool:

@@ -20,8 +20,6 @@ from run_folders import list_runs, new_run_id
 from search_space import SearchSpace, TrialResult
 
 FOLDER_PREFIX = "tuning-"
-MEASURED_ONCE = "reused_from"
-"""Key of a trial's round 0 that names the run whose answers of the base model it took over."""
 
 
 def is_search(path: Path) -> bool:
@@ -125,6 +123,6 @@ def measured_base_model(path: Path) -> CheckpointManager | None:
     """The trial that asked the base model itself; None while none has done so to the end."""
     for run in sorted(list_runs(path)):
         folder = CheckpointManager.open(run, lock=False)
-        if folder.is_done(0, "baseline") and MEASURED_ONCE not in folder.round_results()[0]:
+        if folder.is_done(0, "baseline") and run_opening.MEASURED_ONCE not in folder.round_results()[0]:
             return folder
     return None

@@ -5,7 +5,7 @@ Nothing here is run or sent::
     space = search_space(config)
     proposals = Proposals(space, config.seed)
     point = proposals.next()                       # the first is the configuration as it stands
-    trial = trial_config(config, point)            # one round, nothing submitted, no test set
+    trial = trial_config(config, point)            # one round, nothing submitted
     proposals.tell(0.61)
 
 A trial is one round of `steps_per_round` steps, trained as the first round of the whole run would be: the same warm-up
@@ -14,10 +14,9 @@ A trial is one round of `steps_per_round` steps, trained as the first round of t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import config_schema
 import cost_estimate
@@ -26,6 +25,9 @@ import run_summary
 from config_groups import BudgetConfig, DecisionConfig, HeldoutConfig, Price
 from config_schema import TrainingConfig
 from error_handling import DependencyError
+
+if TYPE_CHECKING:
+    from round_decision import Comparison
 
 LEARNING_RATE_FACTOR = 5.0
 """The learning rate is searched, log-uniformly, from the starting one divided by this to it times this."""
@@ -111,7 +113,8 @@ def trial_config(config: TrainingConfig, point: Point) -> TrainingConfig:
     """The configuration of the trial at `point`.
 
     It has one round; a threshold that only a perfect base model meets, so that it does train; no limits of its own,
-    because the search keeps them; and neither the test set nor anything that tells others of a run.
+    because the search keeps them; and nothing that tells others of a run. Of the test set it keeps the file alone, with
+    which training rows are compared so that none asks what it asks; no trial asks or scores it.
     """
     changes: dict[str, Any] = {
         **_point_keys(config, point),
@@ -120,7 +123,7 @@ def trial_config(config: TrainingConfig, point: Point) -> TrainingConfig:
         "eval_threshold": 1.0,
         "decision": DecisionConfig(),
         "budget": BudgetConfig(),
-        "heldout": HeldoutConfig(),
+        "heldout": HeldoutConfig(test_file=config.heldout.test_file),
         "evalops_enabled": False,
         "trackers": (),
         "notify": None,
@@ -191,33 +194,20 @@ def ranked(trials: Iterable[TrialResult]) -> list[TrialResult]:
     return sorted(scored, key=lambda trial: (-round(trial.score or 0.0, 9), trial.rank, trial.learning_rate))
 
 
-def lead_sentence(best: TrialResult, second: TrialResult, p: float | None) -> str:
-    """How sure it is that `best` is better than `second`; `p` is that of a paired test, where there is one."""
+def lead_sentence(best: TrialResult, second: TrialResult, compared: Comparison | None) -> str:
+    """How sure it is that `best` is better than `second`; `compared` is the paired comparison, where there is one."""
     lead = (best.score or 0.0) - (second.score or 0.0)
     if round(lead, 9) == 0:
         return f"Trial {best.trial} ties with trial {second.trial}; of equals the smaller rank and lower rate is taken."
-    low, high = difference_interval(best, second)
+    said = f"Trial {best.trial} leads trial {second.trial} by {lead:.3f}"
+    if compared is None:
+        return f"{said}; without samples in common no test can tell whether beyond noise."
+    low, high = compared.ci_low, compared.ci_high
     interval = "interval unknown" if low is None else f"95 % interval {low:+.3f} to {high:+.3f}"
-    test = "" if p is None else f", paired test p = {p:.2g}"
-    sure = p < 0.05 if p is not None else low is not None and low > 0
+    # The samples in common may have moved against the score: that is no evidence of a lead.
+    sure = not compared.within_noise and compared.difference > 0
     verdict = "beyond noise" if sure else "within noise: the order of the two may be chance"
-    return f"Trial {best.trial} leads trial {second.trial} by {lead:.3f} ({interval}{test}), {verdict}."
-
-
-def difference_interval(one: TrialResult, other: TrialResult) -> tuple[float | None, float | None]:
-    """95 % interval of the score of `one` minus that of `other`, from their own intervals; None where one is unknown.
-
-    Square-and-add (Newcombe 1998, Statistics in Medicine 17, 873-890, method 10), as if each had been asked questions
-    of its own: for trials that were asked the same, rather too wide than too narrow.
-    """
-    if one.score is None or one.ci_low is None or one.ci_high is None:
-        return None, None
-    if other.score is None or other.ci_low is None or other.ci_high is None:
-        return None, None
-    lead = one.score - other.score
-    below = math.hypot(one.score - one.ci_low, other.ci_high - other.score)
-    above = math.hypot(one.ci_high - one.score, other.score - other.ci_low)
-    return lead - below, lead + above
+    return f"{said} ({interval}, paired test over {compared.n} samples, p = {compared.p:.2g}), {verdict}."
 
 
 def table(

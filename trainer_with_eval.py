@@ -33,6 +33,7 @@ from error_handling import (
     CheckpointError,
     EvalLoopError,
     InterruptedRunError,
+    NoEffectError,
     TrainingError,
 )
 
@@ -209,16 +210,18 @@ async def to_the_end(
     resume_command = shlex.join([sys.executable, sys.argv[0], "--resume", str(resume_from or folder.run_dir)])
     if backend.kind == "embedded":
         resume_command = f"TINKER_MOCK=1 {resume_command}"
+    run: TrainingRun | None = None
     try:
         with stop_on_signals(resume_command) as stop:
-            summary = await loop(TrainingRun(prepared, folder, backend, log, stop))
+            run = TrainingRun(prepared, folder, backend, log, stop)
+            summary = await loop(run)
     except InterruptedRunError as err:
-        run_opening.record_interruption(folder, "interrupted")
+        run_opening.record_interruption(folder, "interrupted", run.wall_seconds() if run else None)
         raise InterruptedRunError(f"{err}. Continue with: {resume_command}") from err
     except EvalLoopError as err:
-        run_opening.record_interruption(folder, "failed")
+        run_opening.record_interruption(folder, "failed", run.wall_seconds() if run else None)
         log.event("failed", error=str(err))
-        if not isinstance(err, TrainingError | CheckpointError):
+        if not isinstance(err, TrainingError | CheckpointError | NoEffectError):
             print(f"Everything finished so far is kept. Continue with: {resume_command}", file=sys.stderr)
         raise
     run_opening.tell_outcome(folder, summary, log)

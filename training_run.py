@@ -123,6 +123,9 @@ class TrainingRun:
         """Optimizer steps submitted before `round`; steps never rewind, so it is a function of the round alone."""
         return (round - 1) * self.config.steps_per_round
 
+    def _begin(self, round: int, phase: str, **fields: Any) -> None:
+        self.folder.start_phase(round, phase, wall_s=self.wall_seconds(), **fields)
+
     def _done(self, round: int, phase: str, **fields: Any) -> None:
         self.folder.phase_done(round, phase, wall_s=self.wall_seconds(), **fields)
 
@@ -184,13 +187,11 @@ class TrainingRun:
         """Evaluate the untouched base model, or with `init_from` the adapter that the run starts from."""
         if self.folder.is_done(0, "baseline"):
             return
-        self.folder.start_phase(0, "baseline")
+        self._begin(0, "baseline")
         await self._try_the_engine()
         model_path = None
         if self.config.init_from:
-            client = await self.client(0)
-            saved = await self._wait(client.save_weights_for_sampler("start"), "the starting adapter's weights")
-            model_path = saved.path
+            model_path = await self._save_start(await self.client(0))
         figures = await self._evaluate(0, model_path, "baseline")
         self.folder.save_round_result(
             0, {**figures, "checkpoint": model_path, "learning_rate": None, "steps": 0, "rows": 0}
@@ -202,7 +203,7 @@ class TrainingRun:
         """Choose the rows of the round, and write down which and why."""
         if self.folder.is_done(round, "select"):
             return
-        self.folder.start_phase(round, "select")
+        self._begin(round, "select")
         if self.folder.load_selection(round) is None:
             known = set(self._passed_over)
             selection = await self._choose(round)
@@ -296,7 +297,7 @@ class TrainingRun:
         client = await self.client(round)
         within = self.folder.latest_checkpoint(round=round)
         done = within.batch or 0 if within else 0
-        self.folder.start_phase(round, "train", step=self._first_step(round) + done)
+        self._begin(round, "train", step=self._first_step(round) + done)
         again = self.log.supersede_after(self._first_step(round) + done)
         if again:
             self.log.say(f"round {round}: steps after {self._first_step(round) + done} are done again")
@@ -333,13 +334,13 @@ class TrainingRun:
             client.save_state(name, ttl_seconds=MID_ROUND_TTL_S, overwrite=True), f"the state after step {step}"
         )
         self.folder.add_checkpoint(name, batch=done, round=round, step=step, state_path=saved.path, kind="state")
-        self.folder.update_state(step=step)
+        self.folder.update_state(step=step, wall_s=self.wall_seconds())
 
     async def checkpoint(self, round: int) -> None:
         """Save the round's state (weights and optimizer) and its weights for sampling."""
         if self.folder.is_done(round, "checkpoint"):
             return
-        self.folder.start_phase(round, "checkpoint")
+        self._begin(round, "checkpoint")
         client = await self.client(round)
         step = self._first_step(round + 1)
         if self.folder.checkpoint_of_round(round) is None:
@@ -368,7 +369,7 @@ class TrainingRun:
         """Measure the round's checkpoint; answered samples of an interrupted attempt are not asked again."""
         if self.folder.is_done(round, "evaluate"):
             return
-        self.folder.start_phase(round, "evaluate")
+        self._begin(round, "evaluate")
         checkpoint = self._round_checkpoint(round)
         path = checkpoint.sampler_path
         # Without a client in this process, an earlier one saved the weights, and its server may have let go of them.
@@ -453,6 +454,21 @@ class TrainingRun:
             )
         )
 
+    async def _save_start(self, client: tinker.TrainingClient) -> str:
+        saved = await self._wait(client.save_weights_for_sampler("start"), "the starting adapter's weights")
+        return str(saved.path)
+
+    async def _start_path(self) -> str | None:
+        """The weights that the baseline measured, for sampling; None for the base model."""
+        baseline = self.result(0)
+        if self.config.init_from and run_opening.MEASURED_ONCE in baseline:
+            # Another run saved them, and may have done so in an engine of its own.
+            return await self._save_start(
+                await self.backend.restore_training_client(self.config.init_from, optimizer=False)
+            )
+        path: str | None = baseline["checkpoint"]
+        return path
+
     async def _check_effect(
         self,
         round: int,
@@ -472,7 +488,7 @@ class TrainingRun:
         if not same:
             return
         self.log.warn(f"round {round}: all {same} replies are, word for word, those of the baseline", round=round)
-        start = self.result(0)["checkpoint"]
+        start = await self._start_path()
         model = None if start else self.config.base_model
         before = await self.backend.create_sampling_client(model_path=start, base_model=model)
         after = await self.backend.create_sampling_client(model_path=model_path, state_path=state_path)
@@ -485,7 +501,7 @@ class TrainingRun:
             return
         config = self.config
         if config.evalops_enabled and config.evalops_test_suite_id:
-            self.folder.start_phase(round, "submit")
+            self._begin(round, "submit")
             result = self.result(round)
             figures = ("score", "lenient_score", "ci_low", "ci_high", "n", "errors", "truncated", "nll")
             payload = evalops_client.training_results_payload(
@@ -513,7 +529,7 @@ class TrainingRun:
         """Decide what comes next, and write the decision down with its reason."""
         if self.folder.is_done(round, "decide"):
             return
-        self.folder.start_phase(round, "decide")
+        self._begin(round, "decide")
         rows = self.results()
         tokens = run_summary.add_tokens(row["tokens"] for row in rows)
         price = self.config.prices.get(self.config.base_model)
@@ -555,7 +571,7 @@ class TrainingRun:
         import report
 
         last = self.results()[-1]
-        self.folder.start_phase(last["round"], "finish")
+        self._begin(last["round"], "finish")
         met = last["decision"] == "target_met"
         best = self.folder.checkpoint_of_round(last["best_round"]) if last["best_round"] else None
         # The baseline is the untouched base model, which has no checkpoint, or the adapter that the run started from.

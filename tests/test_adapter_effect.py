@@ -17,7 +17,7 @@ import local_model
 import tinker_backend
 import trainer_with_eval
 from adapter_effect import TargetLikelihood, canary, mean_nll, same_replies, target_likelihoods, without_effect
-from error_handling import EvaluationError, ServiceError
+from error_handling import NoEffectError, ServiceError
 from evaluation import SampleResult
 
 
@@ -123,7 +123,7 @@ def weights(run_dir: Path) -> bytes:
 
 def test_an_adapter_that_moves_no_logprob_ends_the_run_resumably(tmp_path, monkeypatch):
     monkeypatch.setenv("TINKER_MOCK", "1")
-    with pytest.raises(EvaluationError, match=r"round 1: the adapter has no effect. All 4 .* \(it is 1e-25\)"):
+    with pytest.raises(NoEffectError, match=r"round 1: the adapter has no effect. All 4 .* \(it is 1e-25\)"):
         mini_run(tmp_path, learning_rate=1e-25)
     run_dir = run_folder(tmp_path)
     state = json.loads((run_dir / "state.json").read_text())
@@ -148,7 +148,7 @@ def test_a_server_that_samples_without_the_adapter_is_found_and_the_canary_chang
 
     monkeypatch.setattr(tinker_backend.Backend, "create_sampling_client", without_adapter)
     monkeypatch.setattr(adapter_effect, "canary", no_canary)
-    with pytest.raises(EvaluationError, match="the server samples without the adapter"):
+    with pytest.raises(NoEffectError, match="the server samples without the adapter"):
         mini_run(tmp_path / "unsound")
     unsound = run_folder(tmp_path / "unsound")
     warnings = [json.loads(line) for line in (unsound / "metrics.jsonl").read_text().splitlines()]

@@ -69,12 +69,16 @@ def test_a_small_supply_is_cycled_and_measured_once_by_the_guard():
     assert estimate.first_round == {"train": 40, "prefill": 2, "sample": 1}
 
 
-def test_what_the_next_round_takes_is_the_estimate_first_and_experience_later():
+def test_what_the_next_round_takes_is_the_estimate_or_what_one_took_where_that_was_more():
     upper = {"train": 1000, "prefill": 500, "sample": 400}
     baseline = {"train": 0, "prefill": 510, "sample": 300}
     assert expected_round(upper, baseline, []) == {"train": 1000, "prefill": 510, "sample": 400}
+    # Short replies so far promise nothing: the next round's may be as long as they can get.
     rounds = [{"train": 990, "prefill": 500, "sample": 20}, {"train": 1010, "prefill": 500, "sample": 40}]
-    assert expected_round(upper, baseline, rounds) == {"train": 1010, "prefill": 510, "sample": 300}
+    assert expected_round(upper, baseline, rounds) == {"train": 1010, "prefill": 510, "sample": 400}
+    # Samples that were asked twice are paid twice, in the baseline as in a round.
+    assert expected_round(upper, {**baseline, "sample": 450}, [])["sample"] == 450
+    assert expected_round(upper, baseline, [{**rounds[0], "sample": 420}])["sample"] == 420
 
 
 def test_a_large_file_is_measured_by_a_seeded_sample():

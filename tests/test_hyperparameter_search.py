@@ -16,8 +16,12 @@ from typing import Any
 import pytest
 
 import config_schema
+import hyperparameter_search
+import tinker_backend
 import trainer_with_eval
-from config_groups import HeldoutConfig
+from checkpoint_manager import CheckpointManager
+from evaluation import SampleResult
+from search_space import TrialResult
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -72,10 +76,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """A search of two trials that nothing broke. Its test set is in no place where it could be read."""
+    """A search of two trials that nothing broke."""
     folder = tmp_path_factory.mktemp("search")
-    config = config_schema.load_and_validate_config(write_config(folder))
-    config = config.model_copy(update={"heldout": HeldoutConfig(test_file="/nowhere/test.jsonl")})
+    (folder / "test.jsonl").write_text(json.dumps({"id": "kept", "question": "How high is Mt. Zorb?", "answer": "9"}))
+    config = config_schema.load_and_validate_config(write_config(folder, heldout={"test_file": "test.jsonl"}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_MOCK", "1")
         result = asyncio.run(trainer_with_eval.tune(config, trials=2, runs_dir=folder / "runs", console=False))
@@ -90,8 +94,6 @@ def after_one(searched: tuple[dict[str, Any], Path], tmp_path: Path) -> Path:
     shutil.rmtree(search / trials(search)[1]["run"])
     first = (search / "trials.jsonl").read_text().splitlines()[0]
     (search / "trials.jsonl").write_text(first + "\n")
-    config = json.loads((search / "config.json").read_text())
-    (search / "config.json").write_text(json.dumps({**config, "heldout": HeldoutConfig().model_dump()}))
     return search
 
 
@@ -112,7 +114,10 @@ def test_two_trials_are_ordinary_runs_that_ask_the_base_model_once(searched):
         config = json.loads((search / row["run"] / "config.json").read_text())
         assert (config["lora_rank"], config["learning_rate"]) == (row["rank"], row["learning_rate"])
         assert config["min_lr"] <= config["learning_rate"]
-        assert config["heldout"]["test_file"] is None
+        assert Path(config["heldout"]["test_file"]).name == "test.jsonl"
+        asked = [path.read_text() for path in (search / row["run"] / "samples").iterdir()]
+        assert asked
+        assert not any("Zorb" in text for text in asked)
     assert [row["round"] for row in events(search / one["run"], "evaluation")] == [0, 1]
     assert [row["round"] for row in events(search / two["run"], "evaluation")] == [1]
     asked = [(search / row["run"] / "samples" / "round_00.jsonl").read_text() for row in (one, two)]
@@ -140,9 +145,41 @@ def test_the_table_names_the_best_which_is_a_configuration_to_run(searched, afte
     assert f"| **{best['trial']}** | {best['learning_rate']:.4g} | {best['rank']} | {best['score']:.3f} |" in text
     assert "the order of the two may be chance" in text or "ties with" in text or "beyond noise" in text
     assert "Scores are on training data." in text
-    config = config_schema.load_and_validate_config(after_one / "best_config.json", ["heldout.test_file=null"])
+    config = config_schema.load_and_validate_config(after_one / "best_config.json")
     assert (config.learning_rate, config.lora_rank) == (best["learning_rate"], best["rank"])
     assert (config.eval_threshold, config.max_rounds) == (0.3, 3)
+
+
+def measured(search: Path, number: int, right: dict[str, list[bool]]) -> TrialResult:
+    """A trial as its folder holds it: `right` of every task, in clusters of three; each task weighs the same."""
+    with CheckpointManager.create(search, {}, trial=number) as folder:
+        for task, answers in right.items():
+            folder.append_samples(
+                1,
+                [
+                    SampleResult(task, str(n), 1, "q", "a", "o", float(answer), cluster=f"document {n // 3}")
+                    for n, answer in enumerate(answers)
+                ],
+            )
+        score = sum(sum(answers) / len(answers) for answers in right.values()) / len(right)
+        tasks = [{"task": task, "score": 0.0, "threshold": None, "ci_low": None, "weight": 1.0} for task in right]
+        figures = {"score": score, "ci_low": None, "ci_high": None, "n": 1, "errors": 0, "tasks": tasks}
+        folder.save_round_result(1, figures)
+        nothing = {"train": 0, "prefill": 0, "sample": 0}
+        return TrialResult(number, 1e-4, 8, folder.run_id, "completed", score, None, None, 1, nothing, 1.0, "")
+
+
+def test_two_trials_are_compared_by_cluster_and_by_task_weight(tmp_path):
+    second = measured(tmp_path, 1, {"a": [False] * 6, "b": [True] * 3})
+    best = measured(tmp_path, 2, {"a": [True] * 6, "b": [True] * 3})
+    found = hyperparameter_search.compared(tmp_path, best, second)
+    assert found is not None
+    # Six of nine samples are right in one trial alone, and their task is half of the score.
+    assert (found.n, found.difference) == (9, pytest.approx(0.5))
+    # They are two documents: of the four ways to turn these, two are as extreme. Sample by sample it were 2 / 2**6.
+    assert found.p == pytest.approx(0.5)
+    assert found.ci_low is not None
+    assert found.ci_low < 0
 
 
 def kill_in_the_second_trial(search: Path) -> Path:
@@ -231,6 +268,16 @@ def test_a_dry_run_shows_the_plan_of_the_search_and_leaves_nothing(tmp_path, cap
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_search_trains_no_more_on_the_test_file_than_a_run_does(tmp_path, capsys):
+    config = write_config(tmp_path, heldout={"test_file": "test.jsonl"})
+    fact = json.loads((tmp_path / "facts.jsonl").read_text().splitlines()[1])
+    (tmp_path / "test.jsonl").write_text(json.dumps({**fact, "id": "kept"}) + "\n")
+    assert main("--config", config, "--runs-dir", tmp_path / "runs", "--tune", "2", "--dry-run") == 2
+    said = capsys.readouterr().err
+    assert "facts.jsonl:2" in said
+    assert "what is in the test file is never trained on" in said
+
+
 def test_a_learning_rate_at_which_training_breaks_down_is_a_failed_trial(tmp_path, capsys):
     config = write_config(tmp_path, learning_rate=1e30, min_lr=0.0, steps_per_round=3)
     assert main("--config", config, "--runs-dir", tmp_path / "runs", "--tune", "1") == 1
@@ -241,6 +288,29 @@ def test_a_learning_rate_at_which_training_breaks_down_is_a_failed_trial(tmp_pat
     assert "the loss is" in row["reason"]
     assert row["tokens"]["train"] > 0
     assert not (search / "best_config.json").exists()
+
+
+def test_learning_rates_that_move_no_weight_are_failed_trials_and_do_not_end_the_search(tmp_path, capsys):
+    config = write_config(tmp_path, learning_rate=1e-25, min_lr=0.0, steps_per_round=1)
+    assert main("--config", config, "--runs-dir", tmp_path / "runs", "--tune", "2") == 1
+    assert "none of 2 trials came to a score" in capsys.readouterr().err
+    (search,) = (tmp_path / "runs").iterdir()
+    # The second trial knows what the first one measured before training, and judges by that.
+    assert [row["status"] for row in trials(search)] == ["failed", "failed"]
+    assert all("the adapter has no effect. All 3 evaluation targets" in row["reason"] for row in trials(search))
+
+
+def test_a_trial_that_replies_as_the_adapter_it_started_from_is_checked_against_that_adapter(tmp_path):
+    with tinker_backend.connect(tmp_path / "runs" / "begun" / "engine") as backend:
+        client = asyncio.run(backend.create_training_client(SETTINGS["base_model"], rank=4, seed=1))
+        start = client.save_state("start").result().path
+    config = write_config(tmp_path, init_from=start, learning_rate=1e-6, min_lr=0.0, steps_per_round=1)
+    assert main("--config", config, "--runs-dir", tmp_path / "runs", "--tune", "2") == 3
+    (search,) = (tmp_path / "runs").glob("tuning-*")
+    for row in trials(search):
+        assert (row["status"], row["score"] is None) == ("completed", False)
+        (warning,) = [e for e in events(search / row["run"], "warning") if "those of the baseline" in e["message"]]
+        assert warning["round"] == 1
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "x", "1.5"])

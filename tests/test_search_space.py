@@ -7,6 +7,7 @@ import pytest
 import search_space
 from config_groups import HeldoutConfig
 from config_schema import Price, TrainingConfig
+from round_decision import Comparison
 from search_space import Point, Proposals, TrialResult
 
 
@@ -56,17 +57,22 @@ def test_a_rate_below_the_floor_lowers_the_floor():
     assert search_space.trial_config(config(min_lr=1e-6), low).min_lr == 1e-6
 
 
-def test_a_trial_knows_neither_the_test_set_nor_limits_nor_whom_to_tell():
+def test_a_trial_knows_neither_limits_nor_whom_to_tell_and_of_the_test_set_the_file_alone():
     whole = config(
         budget={"tokens": 9},
         evalops_enabled=True,
         evalops_test_suite_id="suite",
         decision={"target_rule": "lower_bound"},
         eval_threshold=0.4,
-    ).model_copy(update={"heldout": HeldoutConfig(test_file="/nowhere/test.jsonl"), "notify": "n", "trackers": ("x",)})
+    ).model_copy(
+        update={
+            "heldout": HeldoutConfig(test_file="/nowhere/test.jsonl", family="f"),
+            "notify": "n",
+            "trackers": ("x",),
+        }
+    )
     tried = search_space.trial_config(whole, Point(1e-4, 16))
-    assert tried.heldout == HeldoutConfig()
-    assert "/nowhere/test.jsonl" not in str(tried.to_json_dict())
+    assert tried.heldout == HeldoutConfig(test_file="/nowhere/test.jsonl")
     assert (tried.budget.tokens, tried.evalops_enabled, tried.notify, tried.trackers) == (None, False, None, ())
     assert (tried.eval_threshold, tried.decision.target_rule) == (1.0, "point")
 
@@ -112,20 +118,21 @@ def test_of_equals_the_smaller_rank_and_then_the_lower_rate_comes_first():
     assert [row.trial for row in search_space.ranked(trials)] == [6, 4, 3, 1, 5]
 
 
-def test_the_lead_with_its_interval_by_hand():
-    best = trial(1, 0.7, ci_low=0.6, ci_high=0.78, n=100)
-    second = trial(2, 0.6, ci_low=0.52, ci_high=0.675, n=100)
-    # Below sqrt(0.1^2 + 0.075^2) = 0.125, above sqrt(0.08^2 + 0.08^2) = 0.1131.
-    low, high = search_space.difference_interval(best, second)
-    assert (low, high) == pytest.approx((0.1 - 0.125, 0.1 + 0.08 * 2**0.5))
-    said = search_space.lead_sentence(best, second, 0.04)
-    assert (
-        said == "Trial 1 leads trial 2 by 0.100 (95 % interval -0.025 to +0.213, paired test p = 0.04), beyond noise."
+def test_the_lead_is_told_with_the_paired_comparison():
+    best, second = trial(1, 0.7), trial(2, 0.6)
+
+    def said(p: float, low: float | None = -0.025, difference: float = 0.1) -> str:
+        return search_space.lead_sentence(best, second, Comparison(1, 1, 100, difference, low, 0.213, p))
+
+    assert said(0.04) == (
+        "Trial 1 leads trial 2 by 0.100 (95 % interval -0.025 to +0.213, paired test over 100 samples, p = 0.04), "
+        "beyond noise."
     )
-    assert "within noise" in search_space.lead_sentence(best, second, 0.05)
-    assert "within noise" in search_space.lead_sentence(best, second, None)
-    assert "interval unknown" in search_space.lead_sentence(trial(1, 1.0, n=1), trial(2, 0.0, n=1), None)
-    assert "ties with" in search_space.lead_sentence(trial(1, 0.5), trial(2, 0.5), 1.0)
+    assert "within noise" in said(0.05)
+    assert "within noise" in said(0.04, difference=-0.1)
+    assert "interval unknown" in said(0.04, low=None)
+    assert "no test can tell" in search_space.lead_sentence(best, second, None)
+    assert "ties with" in search_space.lead_sentence(trial(1, 0.5), trial(2, 0.5), None)
 
 
 def test_the_table_marks_the_best_and_adds_up():

@@ -17,16 +17,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tinker
+from mini_run import mini_run, run_folder
 
 import config_schema
 import data_loader
 import row_files
 import tinker_backend
 import trainer_with_eval
+import training_run
+from checkpoint_manager import CheckpointManager
 from error_handling import CheckpointError, ConfigurationError, EvalLoopError, TrainingError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -514,6 +518,39 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     state = json.loads((run_dir / "state.json").read_text())
     assert state["status"] == "failed"
     assert not (run_dir / "summary.json").exists()
+
+
+def test_no_second_of_an_interrupted_run_is_lost(tmp_path, monkeypatch):
+    """By a clock that moves a second whenever the run looks at it."""
+    ticks: list[int] = []
+
+    def tick() -> float:
+        ticks.append(len(ticks))
+        return float(ticks[-1])
+
+    monkeypatch.setattr(training_run, "time", SimpleNamespace(monotonic=tick))
+    states: list[dict[str, Any]] = []
+    real = CheckpointManager._write_state
+
+    def write(self, state):
+        real(self, state)
+        states.append({**self._state, "clock": len(ticks) - 1})
+
+    monkeypatch.setattr(CheckpointManager, "_write_state", write)
+    with pytest.raises(TrainingError):
+        mini_run(tmp_path, learning_rate=1e30, steps_per_round=3, save_every=1, warmup_steps=1)
+    run_dir = run_folder(tmp_path)
+    # Begun phases, states within a round and the failure all hold the time at which they were written.
+    begun = [row for row in states if (row["phase"], row["round"]) == ("train", 1)]
+    assert [row["step"] for row in begun][:2] == [0, 1]
+    assert [row["wall_s"] for row in begun] == [row["clock"] for row in begun]
+    assert states[-1]["status"] == "failed"
+    assert states[-1]["wall_s"] == ticks[-1]
+    before, began = ticks[-1], len(ticks)
+    with pytest.raises(TrainingError):
+        resume(run_dir)
+    assert states[-1]["wall_s"] == before + ticks[-1] - began
+    assert ticks[-1] > began
 
 
 def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path, capsys, monkeypatch):
