@@ -9,7 +9,7 @@ linear in their sizes::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import xxhash
@@ -42,7 +42,7 @@ def prompt_key(row: Asks) -> bytes:
     """The key of the whole dialogue before the target, without system turns; of a text row, of its text."""
     if row.text is not None:
         return fingerprint([row.text])
-    return _dialogue_key(row.prompt)
+    return dialogue_key(row.prompt)
 
 
 def question_keys(row: Asks) -> set[bytes]:
@@ -53,13 +53,14 @@ def question_keys(row: Asks) -> set[bytes]:
     keys = set()
     for index, turn in enumerate(row.messages):
         if turn["role"] == "assistant":
-            keys.add(_dialogue_key(row.messages[:index]))
+            keys.add(dialogue_key(row.messages[:index]))
             if index and row.messages[index - 1]["role"] == "user":
                 keys.add(fingerprint([row.messages[index - 1]["content"]]))
     return keys
 
 
-def _dialogue_key(messages: Sequence[dict[str, str]]) -> bytes:
+def dialogue_key(messages: Sequence[Mapping[str, str]]) -> bytes:
+    """The key of turns, system turns left out; of a single one, its content's."""
     turns = [turn for turn in messages if turn["role"] != "system"]
     if len(turns) == 1:
         return fingerprint([turns[0]["content"]])

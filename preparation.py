@@ -23,6 +23,7 @@ import simple_eval
 import token_sizes
 from contamination import NearMatch
 from error_handling import ConfigurationError, DataError, DependencyError
+from evaluation import EVAL_FILE_TASK
 from record_files import first_ten
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
     from config_schema import TrainingConfig
     from tinker_backend import Backend, ServedModel
-
-EVAL_FILE_TASK = "eval_file"
 
 
 @dataclass(frozen=True)
@@ -355,7 +354,7 @@ def target_examples(
             asked.setdefault((sample.task, sample.id), sample)
         for (task, identity), sample in sorted(asked.items()):
             if sample.input.strip() and sample.target.strip():
-                turns = ({"role": "user", "content": sample.input}, {"role": "assistant", "content": sample.target})
+                turns = (*_prompt_of(sample), {"role": "assistant", "content": sample.target})
                 rows.append(
                     data_loader.Row(
                         id=f"{task}:{identity}",
@@ -372,3 +371,11 @@ def target_examples(
         data += [example.datum for example in loader.render(row)]
     left_out += [{"id": identity, "reason": reason} for identity, reason in loader.dropped.items()]
     return data, left_out
+
+
+def _prompt_of(sample: evaluation.SampleResult) -> list[dict[str, str]]:
+    """The turns that a sample asked, where they are a dialogue that ends on the user, else its input alone."""
+    turns = [dict(turn) for turn in sample.turns or ()]
+    if not turns or turns[-1]["role"] != "user" or {turn["role"] for turn in turns} - {"system", "user", "assistant"}:
+        return [{"role": "user", "content": sample.input}]
+    return turns
