@@ -145,9 +145,19 @@ class TaskRules:
     metric: str | None = None
 
 
+_TYPOGRAPHIC = {"'": "‘’‚‛", '"': "“”„‟", "-": "‐‑‒–—―−"}
+_PLAIN_PUNCTUATION = {ord(sign): plain for plain, signs in _TYPOGRAPHIC.items() for sign in signs}
+
+
+def plain_punctuation(text: str) -> str:
+    """Typographic quotes, dashes and the minus sign as the ASCII ones that keyboards give."""
+    return text if text.isascii() else text.translate(_PLAIN_PUNCTUATION)
+
+
 def normalise(text: str) -> str:
-    """NFKC, lower case, surrounding white space and punctuation removed, inner white space folded to one blank."""
-    folded = unicodedata.normalize("NFKC", text)
+    """NFKC, lower case, ASCII quotes and dashes, surrounding white space and punctuation removed, inner white space
+    folded to one blank."""
+    folded = plain_punctuation(unicodedata.normalize("NFKC", text))
     if "  " in folded or not folded.isprintable():  # of white space, only the blank is printable
         folded = " ".join(folded.split())
     return folded.lower().strip(" \t\n\r.,;:!?\"'`*()[]{}<>")

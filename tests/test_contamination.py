@@ -198,3 +198,11 @@ def test_many_rows_are_shared_by_two_processes_and_a_lost_one_is_made_up_for(tmp
     monkeypatch.setattr(contamination.sys, "executable", "/bin/false")
     for data in (shared, load_run_data(train, pool_file=pool, eval_file=eval_file)):
         assert (data.near, data.nearest) == (alone.near, alone.nearest)
+
+
+def test_a_copy_with_typographic_quotes_and_dashes_is_told():
+    plain = "The keeper's note said \"don't light the lamp's wick - it's wet\" and we didn't"
+    fancy = "The keeper’s note said “don’t light the lamp’s wick — it’s wet” and we didn’t"
+    found = compare(rows(fancy, f"Tell me: {fancy}, please"), rows(plain, source="eval"))
+    assert [(a.id, b.id) for a, b in found.overlap] == [("train:0", "eval:0")]
+    assert [(match.row_id, match.score) for match in found.near] == [("train:1", 1.0)]

@@ -93,6 +93,16 @@ def test_signs_and_unspaced_scripts_are_words_of_their_own():
     assert (first == third).tolist() == [True, False, True]
 
 
+def test_typographic_punctuation_parts_words_as_its_plain_form_does():
+    for fancy, plain in (
+        ("“Don’t — wait…” it said", '"Don\'t - wait..." it said'),
+        ("« 5 − 3 » is two–ish", "5 - 3 is two-ish"),
+    ):
+        one, two = (word_table.word_hashes([text], "symbols")[0].tolist() for text in (fancy, plain))
+        assert one == two
+    assert word_table.word_hashes(["5 € × _"], "symbols")[1].tolist() == [4]
+
+
 def test_evenly_spaced():
     assert evenly_spaced(range(10), 4) == [0, 2, 5, 7]
     assert evenly_spaced(range(3), 4) == [0, 1, 2]
