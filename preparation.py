@@ -119,7 +119,7 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
     on_training_data = data.on_training_data
     if on_training_data:
         warnings.append(
-            f"allow_overlap: {len(data.overlap)} training rows are also evaluation rows"
+            f"allow_overlap: {len({row.id for row, _ in data.overlap})} training rows are also evaluation rows"
             + (f" and {len(data.near)} nearly so" if data.near else "")
             + ", so every score of this run is on training data"
         )
@@ -141,8 +141,13 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
     loader = data_loader.DataLoader(chat_format, max_seq_length=max_length, train_on_what=config.train_on_what)
     stats = loader.check(train.rows, seed=config.seed)
     lines.append(stats.describe())
-    if pool is not None:
-        loader.check(pool.rows, seed=config.seed)
+    if pool is not None and len(pool.rows):
+        lines.append(f"of the pool: {loader.check(pool.rows, seed=config.seed).describe()}")
+    elif pool is not None:
+        warnings.append(
+            f"{pool.path}: no row of the pool is left, as each is a near match of an evaluation item or a copy of a "
+            "training row; the run goes on without a pool"
+        )
     prompt_lengths: tuple[int, ...] = ()
     if eval_rows is not None:
         settings = config.evaluation

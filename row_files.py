@@ -144,7 +144,7 @@ def read_rows(
     warnings += _pair_warnings(conflicts, "the same question with two different answers")
     warnings += _pair_warnings(near_copies, "the same question and answer but for case and spaces")
     loaded = LoadedRows(
-        rows, _count_shapes(columns), duplicates, file, version.digest, near_copies, conflicts, tuple(warnings)
+        rows, count_shapes(columns), duplicates, file, version.digest, near_copies, conflicts, tuple(warnings)
     )
     return loaded, faults
 
@@ -205,7 +205,7 @@ def _compare_answers(
     return RowPairs(rows, first_answered[near], near), RowPairs(rows, first_asked[conflicting], conflicting)
 
 
-def _count_shapes(columns: Columns) -> dict[str, int]:
+def count_shapes(columns: Columns) -> dict[str, int]:
     """Rows by shape, the commonest first."""
     codes, first, counts = np.unique(columns.shape, return_index=True, return_counts=True)
     order = np.lexsort((first, -counts))

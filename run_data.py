@@ -11,6 +11,7 @@ Training and pool rows that ask what an evaluation or test item asks refuse the 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from contamination import Comparison, NearMatch, compare
 from error_handling import DataError
 from overlap import prompt_key
 from record_files import Fault, first_ten, quote
-from row_files import LoadedRows, Row, raise_faults, read_rows
+from row_files import LoadedRows, Row, count_shapes, raise_faults, read_rows
 from row_formats import Purpose
 from row_supply import RowSupply
 from row_table import RowTable, shared_ids
@@ -128,8 +129,10 @@ def _without(loaded: LoadedRows, positions: Collection[int]) -> LoadedRows:
         return loaded
     kept = [position for position in range(len(loaded.rows)) if position not in positions]
     if isinstance(loaded.rows, RowTable):
-        return replace(loaded, rows=loaded.rows.take(kept))
-    return replace(loaded, rows=tuple(loaded.rows[position] for position in kept))
+        table = loaded.rows.take(kept)
+        return replace(loaded, rows=table, shapes=count_shapes(table.columns))
+    rows = tuple(loaded.rows[position] for position in kept)
+    return replace(loaded, rows=rows, shapes=dict(Counter(row.shape for row in rows).most_common()))
 
 
 def refuse_same_file(files: Mapping[str, LoadedRows], *, allow_overlap: bool) -> None:

@@ -8,7 +8,7 @@ import pytest
 import contamination
 import row_files
 from contamination import compare
-from data_loader import load_run_data
+from data_loader import find_overlap, load_rows, load_run_data
 from error_handling import DataError
 from near_matches import NearMatcher, ngram_length
 from row_files import Row
@@ -142,6 +142,7 @@ def test_near_matches_are_left_out_of_training_file_and_pool(tmp_path, monkeypat
     assert [row.line for row in data.train.rows] == [1, 3, 4]
     assert data.pool is not None
     assert [row.line for row in data.pool.rows] == [2, 3]
+    assert list(data.train.shapes.values()) + list(data.pool.shapes.values()) == [3, 2]
     assert [match.to_json() for match in data.near] == [
         {
             "id": "train:2",
@@ -206,3 +207,14 @@ def test_a_copy_with_typographic_quotes_and_dashes_is_told():
     found = compare(rows(fancy, f"Tell me: {fancy}, please"), rows(plain, source="eval"))
     assert [(a.id, b.id) for a, b in found.overlap] == [("train:0", "eval:0")]
     assert [(match.row_id, match.score) for match in found.near] == [("train:1", 1.0)]
+
+
+def test_overlap_is_by_position_where_rows_are_made_anew_at_each_reading(tmp_path, monkeypatch):
+    train = load_rows(write(tmp_path, "train.jsonl", "One?", "Two?", "one"), purpose="train").rows
+    path = write(tmp_path, "eval.jsonl", "Two?", "ONE", "two")
+    held = find_overlap(train, load_rows(path, purpose="eval").rows)
+    assert [(row.line, item.line) for row, item in held] == [(1, 2), (2, 1), (3, 2), (2, 3)]
+    monkeypatch.setattr(row_files, "HELD_ROWS", 1)
+    table = load_rows(path, purpose="eval").rows
+    assert table[0] is not table[0]
+    assert find_overlap(train, table) == held
