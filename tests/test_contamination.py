@@ -218,3 +218,23 @@ def test_overlap_is_by_position_where_rows_are_made_anew_at_each_reading(tmp_pat
     table = load_rows(path, purpose="eval").rows
     assert table[0] is not table[0]
     assert find_overlap(train, table) == held
+
+
+@pytest.mark.parametrize("held", [20_000, 1])
+def test_pool_rows_that_copy_a_training_row_are_left_out_and_other_answers_told(tmp_path, monkeypatch, held):
+    monkeypatch.setattr(row_files, "HELD_ROWS", held)
+    train = write(tmp_path, "train.jsonl", "One?", "Two?", "Three?")
+    pool = write(tmp_path, "pool.jsonl", "  ONE?", "Four?", "Two?", "Three?", "Five?")
+    data = load_run_data(train, pool_file=pool)
+    assert data.pool is not None
+    assert [row.line for row in data.pool.rows] == [2, 3, 4, 5]
+    assert data.pool.shapes == {"question/answer": 4}
+    assert data.warnings == (
+        f"{pool}: 1 row has the question and answer of a training row, left out of the pool: {pool}:1 ({train}:1)",
+        f"{train}:2 and {pool}:3: the same question with two different answers",
+        f"{train}:3 and {pool}:4: the same question with two different answers",
+    )
+    copies = write(tmp_path, "copies.jsonl", "One?", "two?")
+    none_left = load_run_data(train, pool_file=copies).pool
+    assert none_left is not None
+    assert list(none_left.rows) == []
