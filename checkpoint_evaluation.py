@@ -12,7 +12,7 @@ import run_summary
 import simple_eval
 import tinker_backend
 from checkpoint_manager import CheckpointManager
-from evaluation import EvaluationResult, SampleResult
+from evaluation import EVAL_FILE_TASK, EvaluationResult, SampleResult
 from logger import StructuredLogger
 
 TRUNCATED_WARNING = 0.05
@@ -69,7 +69,7 @@ async def ask_checkpoint(
                 sampler,
                 prepared.evaluation_rows.rows,
                 labels=prepared.labels,
-                task=preparation.EVAL_FILE_TASK,
+                task=EVAL_FILE_TASK,
                 cluster_by=settings.cluster_by,
                 category_field=settings.category_field,
                 done=known,

@@ -27,7 +27,7 @@ import numpy as np
 from config_groups import STRATEGIES
 from custom_strategy import SelectionRequest, Strategy, chosen_rows, load_strategy
 from embedding_index import Embedder, EmbeddingIndex, load_embedder
-from error_handling import ConfigurationError, DataError
+from error_handling import ConfigurationError, DataError, SelectionError
 from evaluation import SampleResult, normalise
 from evaluation_items import EvaluationItems
 from import_paths import is_import_path
@@ -101,8 +101,8 @@ class DataSelector:
     are never chosen, unless `allow_overlap` (overfitting on purpose); nor are those for which `can_train` is False,
     which is asked only of rows that are about to be chosen.
 
-    Raises `DataError` when an id names two rows, or no row is left; `ConfigurationError` for an unknown strategy, a
-    function that cannot be imported or an embedding model that cannot be loaded.
+    Raises `DataError` when an id names two rows; `SelectionError` when no row is left; `ConfigurationError` for an
+    unknown strategy, a function that cannot be imported or an embedding model that cannot be loaded.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class DataSelector:
             listed = ", ".join(first_ten(near[position] for position in sorted(near)))
             notes.append(f"{len(near)} rows hold most of an evaluation item and are left out: {listed}")
         if not draw.taken:
-            raise DataError("no row is left to train on: " + ("; ".join(notes) or "no row can be trained on"))
+            raise SelectionError("no row is left to train on: " + ("; ".join(notes) or "no row can be trained on"))
         if len(draw.taken) < count:
             notes.append(f"{len(draw.taken)} rows for {count} places: the list is cycled")
         rows = {position: self._supply[position] for position, _ in draw.taken}
@@ -251,7 +251,7 @@ class DataSelector:
             turned_down = False
             among = draw.open.copy()
             among[list(draw.listed)] = False
-            inputs = [sample.input for sample, _ in failures]
+            inputs = [sample.question for sample, _ in failures]
             near = self._index.nearest(inputs, limit=wanted, among=among, levels=draw.levels)
             queues = [(sample, found[::-1]) for (sample, _), found in zip(failures, near, strict=True)]
             while taken < wanted and any(queue for _, queue in queues):

@@ -38,7 +38,8 @@ _PROBE = ("Where is my parcel?", "I cannot log in.")
 def load_embedder(name: str) -> Embedder:
     """The embedding function that the configuration names, tried on two texts.
 
-    Raises `ConfigurationError` when it cannot be loaded, or gives no usable vectors.
+    Raises `ConfigurationError` when it cannot be loaded, or gives no usable vectors. The function returned raises
+    `SelectionError` for any texts on which it fails later.
     """
     embed = load_function(name, key=_KEY, n_arguments=1) if is_import_path(name) else _load_model(name)
     try:
@@ -50,7 +51,13 @@ def load_embedder(name: str) -> Embedder:
     width = vectors.shape[1]
 
     def checked(texts: Sequence[str]) -> np.ndarray:
-        return _checked(embed(list(texts)), len(texts), width)
+        try:
+            return _checked(embed(list(texts)), len(texts), width)
+        except SelectionError:
+            raise
+        except Exception as err:
+            told = f"{_KEY}: {name} failed on {len(texts)} texts: {type(err).__name__}: {err}"
+            raise SelectionError(told) from err
 
     return checked
 

@@ -92,7 +92,8 @@ class TrainingError(EvalLoopError, ArithmeticError):
 
 
 class SelectionError(EvalLoopError, RuntimeError):
-    """The rows of a round cannot be chosen: a function of the user's failed or returned what cannot be used."""
+    """The rows of a round cannot be chosen: none is left, or a function of the user's failed or returned what cannot be
+    used."""
 
 
 class EvaluationError(EvalLoopError, RuntimeError):

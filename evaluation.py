@@ -16,6 +16,9 @@ from typing import Any
 
 from error_handling import EvaluationError
 
+EVAL_FILE_TASK = "eval_file"
+"""The name of the task that the rows of `eval_file` are."""
+
 
 @dataclass(frozen=True)
 class SampleResult:
@@ -25,7 +28,8 @@ class SampleResult:
     has score 0.0 and stays in the denominator. `stop_reason` is "stop" (a stop token ended the reply), "max_tokens"
     (cut) or "unknown". `seconds` is wall-clock time from request to reply. `cluster` names what the sample has in
     common with others, so that they may be right or wrong together (`evaluation.cluster_by`). `grade` is what the
-    scorer gave (value, answer, metadata), kept where the task's metric needs more than the score.
+    scorer gave (value, answer, metadata), kept where the task's metric needs more than the score. `turns` are the
+    messages asked (role, content) where there are several, and `input` is then the last one of the user's.
     """
 
     task: str
@@ -46,6 +50,15 @@ class SampleResult:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     cluster: str | None = None
     grade: Mapping[str, Any] | None = None
+    turns: Sequence[Mapping[str, str]] | None = None
+
+    @property
+    def question(self) -> str:
+        """What is asked, for similarity: of a dialogue of `eval_file` the user turns (`overlap.question_text`), of a
+        task's, whose earlier turns are mostly examples that all its samples share, the last user turn."""
+        if self.turns is None or self.task != EVAL_FILE_TASK:
+            return self.input
+        return "\n".join(turn["content"] for turn in self.turns if turn["role"] == "user")
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -60,6 +73,13 @@ class SampleResult:
         """The inverse of `to_row`; keys this version does not know are ignored."""
         known = {name: row[name] for name in cls.__dataclass_fields__ if name in row}
         return cls(**known)
+
+
+def asked(messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    """`SampleResult.input` and `SampleResult.turns` of a sample that asks these messages."""
+    spoken = [turn["content"] for turn in messages if turn["role"] == "user"]
+    turns = [{"role": turn["role"], "content": turn["content"]} for turn in messages]
+    return {"input": spoken[-1] if spoken else "", "turns": turns if len(turns) > 1 else None}
 
 
 @dataclass(frozen=True)
@@ -126,9 +146,19 @@ class TaskRules:
     metric: str | None = None
 
 
+_TYPOGRAPHIC = {"'": "‘’‚‛", '"': "“”„‟", "-": "‐‑‒–—―−"}
+_PLAIN_PUNCTUATION = {ord(sign): plain for plain, signs in _TYPOGRAPHIC.items() for sign in signs}
+
+
+def plain_punctuation(text: str) -> str:
+    """Typographic quotes, dashes and the minus sign as the ASCII ones that keyboards give."""
+    return text if text.isascii() else text.translate(_PLAIN_PUNCTUATION)
+
+
 def normalise(text: str) -> str:
-    """NFKC, lower case, surrounding white space and punctuation removed, inner white space folded to one blank."""
-    folded = unicodedata.normalize("NFKC", text)
+    """NFKC, lower case, ASCII quotes and dashes, surrounding white space and punctuation removed, inner white space
+    folded to one blank."""
+    folded = plain_punctuation(unicodedata.normalize("NFKC", text))
     if "  " in folded or not folded.isprintable():  # of white space, only the blank is printable
         folded = " ".join(folded.split())
     return folded.lower().strip(" \t\n\r.,;:!?\"'`*()[]{}<>")

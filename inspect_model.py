@@ -37,7 +37,7 @@ from inspect_ai.solver import TaskState
 from inspect_ai.tool import ToolChoice, ToolInfo
 
 from error_handling import ConfigurationError, DataError, EvaluationError
-from evaluation import SampleResult, sample_category, score_reply
+from evaluation import SampleResult, asked, sample_category, score_reply
 from inspect_planning import PlannedTask, target_text
 from simple_eval import ENDS_EVALUATION, FAILED_REQUEST, Sampler
 
@@ -273,14 +273,16 @@ def sample_result(sample: EvalSample, plan: PlannedTask, *, model_key: str) -> S
     target = target_text(sample.target)
     category = sample.metadata.get(spec.category_field or "category")
     cluster = sample.metadata.get(spec.cluster_by) if spec.cluster_by else None
-    first_user = (
-        next((m.text for m in sample.input if m.role == "user"), "") if not isinstance(sample.input, str) else ""
-    )
+    question: dict[str, Any]
+    if isinstance(sample.input, str):
+        question = {"input": sample.input, "turns": None}
+    else:
+        question = asked([{"role": message.role, "content": message.text} for message in sample.input])
     return SampleResult(
         task=task,
         id=str(sample.id),
         epoch=sample.epoch,
-        input=sample.input if isinstance(sample.input, str) else first_user,
+        **question,
         target=target,
         output=sample.output.completion,
         score=0.0 if grade is None else grade,

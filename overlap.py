@@ -9,7 +9,7 @@ linear in their sizes::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import xxhash
@@ -42,7 +42,7 @@ def prompt_key(row: Asks) -> bytes:
     """The key of the whole dialogue before the target, without system turns; of a text row, of its text."""
     if row.text is not None:
         return fingerprint([row.text])
-    return _dialogue_key(row.prompt)
+    return dialogue_key(row.prompt)
 
 
 def question_keys(row: Asks) -> set[bytes]:
@@ -53,13 +53,14 @@ def question_keys(row: Asks) -> set[bytes]:
     keys = set()
     for index, turn in enumerate(row.messages):
         if turn["role"] == "assistant":
-            keys.add(_dialogue_key(row.messages[:index]))
+            keys.add(dialogue_key(row.messages[:index]))
             if index and row.messages[index - 1]["role"] == "user":
                 keys.add(fingerprint([row.messages[index - 1]["content"]]))
     return keys
 
 
-def _dialogue_key(messages: Sequence[dict[str, str]]) -> bytes:
+def dialogue_key(messages: Sequence[Mapping[str, str]]) -> bytes:
+    """The key of turns, system turns left out; of a single one, its content's."""
     turns = [turn for turn in messages if turn["role"] != "system"]
     if len(turns) == 1:
         return fingerprint([turns[0]["content"]])
@@ -79,22 +80,21 @@ def question_text(row: Asks) -> str:
 def find_overlap(rows: Sequence[R], others: Sequence[S]) -> list[tuple[R, S]]:
     """Pairs (training row, evaluation row) that ask the same. Every row of either side that has a partner is listed
     at least once, but not every combination, so that the list stays linear in the number of rows."""
-    first_other: dict[bytes, S] = {}
-    for other in others:
-        first_other.setdefault(prompt_key(other), other)
+    first_other: dict[bytes, int] = {}
+    other_keys = [prompt_key(other) for other in others]
+    for position, key in enumerate(other_keys):
+        first_other.setdefault(key, position)
     pairs = []
     first_row: dict[bytes, R] = {}
     listed: set[int] = set()
     for row in rows:
-        partners = {}
-        for key in question_keys(row):
-            if key in first_other:
-                partners[id(first_other[key])] = first_other[key]
-                first_row.setdefault(key, row)
-        pairs += [(row, partner) for partner in partners.values()]
+        shared = question_keys(row) & first_other.keys()
+        partners = sorted({first_other[key] for key in shared})
+        for key in shared:
+            first_row.setdefault(key, row)
+        pairs += [(row, others[partner]) for partner in partners]
         listed.update(partners)
-    for other in others:
-        key = prompt_key(other)
-        if key in first_row and id(other) not in listed:
-            pairs.append((first_row[key], other))
+    for position, key in enumerate(other_keys):
+        if key in first_row and position not in listed:
+            pairs.append((first_row[key], others[position]))
     return pairs

@@ -23,6 +23,7 @@ import simple_eval
 import token_sizes
 from contamination import NearMatch
 from error_handling import ConfigurationError, DataError, DependencyError
+from evaluation import EVAL_FILE_TASK
 from record_files import first_ten
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
     from config_schema import TrainingConfig
     from tinker_backend import Backend, ServedModel
-
-EVAL_FILE_TASK = "eval_file"
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
     on_training_data = data.on_training_data
     if on_training_data:
         warnings.append(
-            f"allow_overlap: {len(data.overlap)} training rows are also evaluation rows"
+            f"allow_overlap: {len({row.id for row, _ in data.overlap})} training rows are also evaluation rows"
             + (f" and {len(data.near)} nearly so" if data.near else "")
             + ", so every score of this run is on training data"
         )
@@ -144,8 +143,13 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
     loader = data_loader.DataLoader(chat_format, max_seq_length=max_length, train_on_what=config.train_on_what)
     stats = loader.check(train.rows, seed=config.seed)
     lines.append(stats.describe())
-    if pool is not None:
-        loader.check(pool.rows, seed=config.seed)
+    if pool is not None and len(pool.rows):
+        lines.append(f"of the pool: {loader.check(pool.rows, seed=config.seed).describe()}")
+    elif pool is not None:
+        warnings.append(
+            f"{pool.path}: no row of the pool is left, as each is a near match of an evaluation item or a copy of a "
+            "training row; the run goes on without a pool"
+        )
     prompt_lengths: tuple[int, ...] = ()
     if eval_rows is not None:
         settings = config.evaluation
@@ -358,7 +362,7 @@ def target_examples(
             asked.setdefault((sample.task, sample.id), sample)
         for (task, identity), sample in sorted(asked.items()):
             if sample.input.strip() and sample.target.strip():
-                turns = ({"role": "user", "content": sample.input}, {"role": "assistant", "content": sample.target})
+                turns = (*_prompt_of(sample), {"role": "assistant", "content": sample.target})
                 rows.append(
                     data_loader.Row(
                         id=f"{task}:{identity}",
@@ -375,3 +379,11 @@ def target_examples(
         data += [example.datum for example in loader.render(row)]
     left_out += [{"id": identity, "reason": reason} for identity, reason in loader.dropped.items()]
     return data, left_out
+
+
+def _prompt_of(sample: evaluation.SampleResult) -> list[dict[str, str]]:
+    """The turns that a sample asked, where they are a dialogue that ends on the user, else its input alone."""
+    turns = [dict(turn) for turn in sample.turns or ()]
+    if not turns or turns[-1]["role"] != "user" or {turn["role"] for turn in turns} - {"system", "user", "assistant"}:
+        return [{"role": "user", "content": sample.input}]
+    return turns

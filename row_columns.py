@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -25,7 +25,7 @@ from xxhash import xxh3_128, xxh3_128_digest
 from evaluation import normalise
 from record_files import Decoded, LineDecoder, RowFault, holds_huge, plain_records
 from row_formats import SHAPE_NAMES, RowContent, plain_pair
-from row_record import RowRules, given_id
+from row_record import Row, RowRules, given_id
 
 Array = np.ndarray[Any, Any]
 
@@ -249,7 +249,7 @@ class ColumnBuilder:
         )
 
 
-def _question_keys(content: RowContent) -> tuple[bytes, bytes, set[bytes]]:
+def _question_keys(content: RowContent | Row) -> tuple[bytes, bytes, set[bytes]]:
     """(asks, answer, keys of everything it has an answer to) of a row; see `Columns` and `overlap.question_keys`."""
     if content.text is not None:
         folded = _folded(content.text)
@@ -278,6 +278,18 @@ def _question_keys(content: RowContent) -> tuple[bytes, bytes, set[bytes]]:
             dialogue.update(part)
             spoken.append(folded)
     return asks, answer, keys
+
+
+def answer_keys(asks: Array, answer: Array) -> Array:
+    """Keys of question and answer together, from `Columns.asks` and `Columns.answer`."""
+    # Sums of digests are as good as digests of both: the factor keeps (a, b) and (b, a) apart.
+    return asks + answer * np.uint64(0x9E3779B97F4A7C15)
+
+
+def asked_and_answered(rows: Iterable[Row]) -> tuple[Array, Array]:
+    """(`Columns.asks`, `Columns.answer`) of rows that are held in memory."""
+    keys = [_question_keys(row) for row in rows]
+    return as_keys(b"".join(asks for asks, _, _ in keys)), as_keys(b"".join(answer for _, answer, _ in keys))
 
 
 def as_keys(data: bytes) -> Array:

@@ -17,7 +17,7 @@ import numpy as np
 
 from error_handling import DataError
 from record_files import Decoded, Fault, RowFault, array_records, canonical_json, file_layout, first_ten, quote
-from row_columns import Array, ColumnBuilder, Columns, first_with_same
+from row_columns import Array, ColumnBuilder, Columns, answer_keys, first_with_same
 from row_formats import SHAPE_NAMES, Purpose
 from row_record import Row, RowRules
 from row_scan import scan_lines
@@ -141,10 +141,10 @@ def read_rows(
         faults.append(Fault(rules.source, rows[0].line, reason))
     near_copies, conflicts = _compare_answers(columns, rows)
     warnings = _note_warnings(columns, rules.source)
-    warnings += _pair_warnings(conflicts, "the same question with two different answers")
-    warnings += _pair_warnings(near_copies, "the same question and answer but for case and spaces")
+    warnings += pair_warnings(conflicts, "the same question with two different answers")
+    warnings += pair_warnings(near_copies, "the same question and answer but for case and spaces")
     loaded = LoadedRows(
-        rows, _count_shapes(columns), duplicates, file, version.digest, near_copies, conflicts, tuple(warnings)
+        rows, count_shapes(columns), duplicates, file, version.digest, near_copies, conflicts, tuple(warnings)
     )
     return loaded, faults
 
@@ -197,15 +197,14 @@ def _compare_answers(
     """(near copies, conflicts) among rows whose whole prompt, system turn included, is the same but for case and
     spaces; each row is paired with the first of its question and answer, or else with the first of its question."""
     first_asked = first_with_same(columns.asks)
-    # Sums of digests are as good as digests of both: the factor keeps (a, b) and (b, a) apart.
-    first_answered = first_with_same(columns.asks + columns.answer * np.uint64(0x9E3779B97F4A7C15))
+    first_answered = first_with_same(answer_keys(columns.asks, columns.answer))
     position = np.arange(len(columns))
     near = np.flatnonzero(first_answered != position)
     conflicting = np.flatnonzero((first_answered == position) & (first_asked != position))
     return RowPairs(rows, first_answered[near], near), RowPairs(rows, first_asked[conflicting], conflicting)
 
 
-def _count_shapes(columns: Columns) -> dict[str, int]:
+def count_shapes(columns: Columns) -> dict[str, int]:
     """Rows by shape, the commonest first."""
     codes, first, counts = np.unique(columns.shape, return_index=True, return_counts=True)
     order = np.lexsort((first, -counts))
@@ -221,6 +220,7 @@ def _note_warnings(columns: Columns, source: str) -> list[str]:
     return warnings
 
 
-def _pair_warnings(pairs: Sequence[tuple[Row, Row]], what: str) -> list[str]:
+def pair_warnings(pairs: Sequence[tuple[Row, Row]], what: str) -> list[str]:
+    """A line for each of the first ten pairs, and a count of the others."""
     told = [f"{first.where} and {second.where}: {what}" for first, second in pairs[:10]]
     return told + ([f"... and {len(pairs) - 10} more: {what}"] if len(pairs) > 10 else [])

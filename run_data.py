@@ -4,34 +4,38 @@
     data.train.rows[0].question, data.train.describe(), data.warnings
 
 Training and pool rows that ask what an evaluation or test item asks refuse the run; those that hold most of an item
-(`contamination`) are left out and listed. All faults of all files are told in one `DataError`, each as
-`file:line: reason`.
+(`contamination`) are left out and listed, and so are pool rows that copy a training row. All faults of all files are
+told in one `DataError`, each as `file:line: reason`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from contamination import Comparison, NearMatch, compare
 from error_handling import DataError
 from overlap import prompt_key
 from record_files import Fault, first_ten, quote
-from row_files import LoadedRows, Row, raise_faults, read_rows
+from row_columns import Array, answer_keys, asked_and_answered, first_with_same
+from row_files import LoadedRows, Row, count_shapes, pair_warnings, raise_faults, read_rows
 from row_formats import Purpose
 from row_supply import RowSupply
-from row_table import RowTable, shared_ids
+from row_table import RowPairs, RowTable, shared_ids
 
 
 @dataclass(frozen=True)
 class RunData:
     """All files of a run, checked together.
 
-    `train` and `pool` are without the rows `near` an evaluation or test item, unless overlap was allowed; `overlap` is
-    empty unless it was. `nearest` is the most similar (training or pool row, evaluation or test row, score in [0, 1])
-    left, for a person to judge.
+    `train` and `pool` are without the rows `near` an evaluation or test item, unless overlap was allowed, and `pool` is
+    without copies of training rows. `overlap` is empty unless it was allowed. `nearest` is the most similar (training
+    or pool row, evaluation or test row, score in [0, 1]) left, for a person to judge.
     """
 
     train: LoadedRows
@@ -94,10 +98,14 @@ def load_run_data(
     raise_faults(faults, _overlap_hint(nearest, refused=bool(refused), tested=bool(test.overlap)))
     near = {match.position: match for match in (*evaluation.near, *test.near)}
     dropped = {match.position for match in (*test.near, *(() if allow_overlap else evaluation.near))}
-    if dropped:
-        n_train = len(train.rows)
-        train = _without(train, {position for position in dropped if position < n_train})
-        pool = pool and _without(pool, {position - n_train for position in dropped if position >= n_train})
+    warnings = [warning for loaded in files.values() for warning in loaded.warnings]
+    if pool is not None:
+        copies, told = _pool_copies(supply, train.rows, pool)
+        dropped |= copies
+        warnings += told
+    n_train = len(train.rows)
+    train = _without(train, {position for position in dropped if position < n_train})
+    pool = pool and _without(pool, {position - n_train for position in dropped if position >= n_train})
     matches = tuple(near[position] for position in sorted(near))
     if not len(train.rows):
         raise DataError(
@@ -110,7 +118,7 @@ def load_run_data(
         evaluation=files.get("evaluation"),
         overlap=evaluation.overlap,
         nearest=nearest,
-        warnings=tuple(warning for loaded in files.values() for warning in loaded.warnings),
+        warnings=tuple(warnings),
         near=matches,
         test=files.get("test"),
         near_kept=allow_overlap and bool(evaluation.near),
@@ -122,14 +130,44 @@ def _compare(supply: RowSupply, held_out: LoadedRows | None) -> Comparison[Row, 
     return compare(supply, items, set(supply.asking({prompt_key(item) for item in items}).tolist()))
 
 
+def _pool_copies(supply: RowSupply, train: Sequence[Row], pool: LoadedRows) -> tuple[set[int], list[str]]:
+    """Positions in `supply` of the pool rows whose question and answer are those of a training row but for case and
+    spaces, and what to tell of them and of those with another answer to a training row's question."""
+    (asks, answer), (pool_asks, pool_answer) = _asked_and_answered(train), _asked_and_answered(pool.rows)
+    asks, answer = np.concatenate([asks, pool_asks]), np.concatenate([answer, pool_answer])
+    first_asked, first_answered = first_with_same(asks), first_with_same(answer_keys(asks, answer))
+    in_pool = np.arange(len(train), len(asks))
+    copy = first_answered[in_pool] < len(train)
+    copies, others = in_pool[copy], in_pool[~copy & (first_asked[in_pool] < len(train))]
+    warnings = []
+    if len(copies):
+        pairs = RowPairs(supply, first_answered[copies], copies)
+        listed = ", ".join(f"{row.where} ({first.where})" for first, row in pairs[:10])
+        more = f", ... and {len(copies) - 10} more" if len(copies) > 10 else ""
+        count = "1 row has" if len(copies) == 1 else f"{len(copies)} rows have"
+        told = f"{pool.path}: {count} the question and answer of a training row, left out of the pool"
+        warnings.append(f"{told}: {listed}{more}")
+    conflicts = RowPairs(supply, first_asked[others], others)
+    warnings += pair_warnings(conflicts, "the same question with two different answers")
+    return set(copies.tolist()), warnings
+
+
+def _asked_and_answered(rows: Sequence[Row]) -> tuple[Array, Array]:
+    if isinstance(rows, RowTable):
+        return rows.columns.asks, rows.columns.answer
+    return asked_and_answered(rows)
+
+
 def _without(loaded: LoadedRows, positions: Collection[int]) -> LoadedRows:
     """The rows of a file but for those at `positions`."""
     if not positions:
         return loaded
     kept = [position for position in range(len(loaded.rows)) if position not in positions]
     if isinstance(loaded.rows, RowTable):
-        return replace(loaded, rows=loaded.rows.take(kept))
-    return replace(loaded, rows=tuple(loaded.rows[position] for position in kept))
+        table = loaded.rows.take(kept)
+        return replace(loaded, rows=table, shapes=count_shapes(table.columns))
+    rows = tuple(loaded.rows[position] for position in kept)
+    return replace(loaded, rows=rows, shapes=dict(Counter(row.shape for row in rows).most_common()))
 
 
 def refuse_same_file(files: Mapping[str, LoadedRows], *, allow_overlap: bool) -> None:

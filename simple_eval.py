@@ -17,6 +17,7 @@ from evaluation import (
     EvaluationResult,
     SampleResult,
     TaskRules,
+    asked,
     closed_label_set,
     is_cluster,
     normalise,
@@ -42,8 +43,6 @@ class EvalRow(Protocol):
     def prompt(self) -> Sequence[Mapping[str, Any]]: ...
     @property
     def target(self) -> str: ...
-    @property
-    def question(self) -> str: ...
     @property
     def category(self) -> str | None: ...
     @property
@@ -197,7 +196,7 @@ async def _ask(sampler: Sampler, row: EvalRow, labels: Sequence[str], task: str,
         "task": task,
         "id": row.id,
         "epoch": 1,
-        "input": row.question,
+        **asked(row.prompt),
         "target": row.target,
         "category": sample_category(row.category, row.target, labels),
         "metadata": dict(row.metadata),

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from evaluation import plain_punctuation
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -24,8 +26,9 @@ T = TypeVar("T")
 
 Words = Literal["letters", "symbols"]
 """What a word is. `letters`: a run of letters, digits and underscores, in lower case, as in scikit-learn's vectorizers.
-`symbols`: that in Unicode form NFKC, and beside it each sign that is no punctuation (so that 2 + 3 and 2 * 3
-differ) and each character of a script without spaces between words (Chinese, Japanese, Thai)."""
+`symbols`: that in Unicode form NFKC with plain quotes and dashes (`evaluation.plain_punctuation`), and beside it each
+sign that is no punctuation (so that 2 + 3 and 2 * 3 differ) and each character of a script without spaces between words
+(Chinese, Japanese, Thai)."""
 
 _TEXTS_AT_ONCE = 1024
 _LETTERS = re.compile(r"\w+")
@@ -139,7 +142,12 @@ def _spelled_out(text: str, words: Words) -> str:
     """The words of a text that is not all ASCII, with a blank between them."""
     if words == "letters":
         return " ".join(_LETTERS.findall(text.lower()))
-    return " ".join(_SYMBOLS.findall(unicodedata.normalize("NFKC", text).lower()))
+    found = _SYMBOLS.findall(plain_punctuation(unicodedata.normalize("NFKC", text)).lower())
+    return " ".join(word for word in found if len(word) > 1 or word.isascii() or not _is_punctuation(word))
+
+
+def _is_punctuation(character: str) -> bool:
+    return unicodedata.category(character)[0] in "PC"  # C: control characters, as are marks of writing direction
 
 
 _kinds_made: dict[str, np.ndarray] = {}

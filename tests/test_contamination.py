@@ -8,7 +8,7 @@ import pytest
 import contamination
 import row_files
 from contamination import compare
-from data_loader import load_run_data
+from data_loader import find_overlap, load_rows, load_run_data
 from error_handling import DataError
 from near_matches import NearMatcher, ngram_length
 from row_files import Row
@@ -142,6 +142,7 @@ def test_near_matches_are_left_out_of_training_file_and_pool(tmp_path, monkeypat
     assert [row.line for row in data.train.rows] == [1, 3, 4]
     assert data.pool is not None
     assert [row.line for row in data.pool.rows] == [2, 3]
+    assert list(data.train.shapes.values()) + list(data.pool.shapes.values()) == [3, 2]
     assert [match.to_json() for match in data.near] == [
         {
             "id": "train:2",
@@ -198,3 +199,42 @@ def test_many_rows_are_shared_by_two_processes_and_a_lost_one_is_made_up_for(tmp
     monkeypatch.setattr(contamination.sys, "executable", "/bin/false")
     for data in (shared, load_run_data(train, pool_file=pool, eval_file=eval_file)):
         assert (data.near, data.nearest) == (alone.near, alone.nearest)
+
+
+def test_a_copy_with_typographic_quotes_and_dashes_is_told():
+    plain = "The keeper's note said \"don't light the lamp's wick - it's wet\" and we didn't"
+    fancy = "The keeper’s note said “don’t light the lamp’s wick — it’s wet” and we didn’t"
+    found = compare(rows(fancy, f"Tell me: {fancy}, please"), rows(plain, source="eval"))
+    assert [(a.id, b.id) for a, b in found.overlap] == [("train:0", "eval:0")]
+    assert [(match.row_id, match.score) for match in found.near] == [("train:1", 1.0)]
+
+
+def test_overlap_is_by_position_where_rows_are_made_anew_at_each_reading(tmp_path, monkeypatch):
+    train = load_rows(write(tmp_path, "train.jsonl", "One?", "Two?", "one"), purpose="train").rows
+    path = write(tmp_path, "eval.jsonl", "Two?", "ONE", "two")
+    held = find_overlap(train, load_rows(path, purpose="eval").rows)
+    assert [(row.line, item.line) for row, item in held] == [(1, 2), (2, 1), (3, 2), (2, 3)]
+    monkeypatch.setattr(row_files, "HELD_ROWS", 1)
+    table = load_rows(path, purpose="eval").rows
+    assert table[0] is not table[0]
+    assert find_overlap(train, table) == held
+
+
+@pytest.mark.parametrize("held", [20_000, 1])
+def test_pool_rows_that_copy_a_training_row_are_left_out_and_other_answers_told(tmp_path, monkeypatch, held):
+    monkeypatch.setattr(row_files, "HELD_ROWS", held)
+    train = write(tmp_path, "train.jsonl", "One?", "Two?", "Three?")
+    pool = write(tmp_path, "pool.jsonl", "  ONE?", "Four?", "Two?", "Three?", "Five?")
+    data = load_run_data(train, pool_file=pool)
+    assert data.pool is not None
+    assert [row.line for row in data.pool.rows] == [2, 3, 4, 5]
+    assert data.pool.shapes == {"question/answer": 4}
+    assert data.warnings == (
+        f"{pool}: 1 row has the question and answer of a training row, left out of the pool: {pool}:1 ({train}:1)",
+        f"{train}:2 and {pool}:3: the same question with two different answers",
+        f"{train}:3 and {pool}:4: the same question with two different answers",
+    )
+    copies = write(tmp_path, "copies.jsonl", "One?", "two?")
+    none_left = load_run_data(train, pool_file=copies).pool
+    assert none_left is not None
+    assert list(none_left.rows) == []

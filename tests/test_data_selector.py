@@ -307,9 +307,44 @@ def test_items_of_a_task_without_a_file_are_kept_out_too():
     assert ids(chosen) == ["train:2"]
 
 
+def dialogue(*contents: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
+
+
+def test_of_a_task_with_example_turns_the_asked_question_is_kept_out_and_mined():
+    asked = "which lamp of the harbour wall is broken tonight"
+    turns = dialogue("what is two and two", "four", asked)
+    of_task = sample("s", asked, "t", task="arc", turns=turns)
+    train = [
+        row("train:1", asked.upper()),
+        row("train:2", f"Tell me {asked}, please"),
+        row("train:3", "a question about two and two"),
+        row("train:4", "which wall has a lamp"),
+    ]
+    chosen = select(train, samples=[of_task], count=1, strategy="failures")
+    assert ids(chosen) == ["train:4"]
+    assert ids(select(train, samples=[of_task], count=4, round=1, seed=3)) in (
+        ["train:3", "train:4"],
+        ["train:4", "train:3"],
+    )
+    asks_all = Row("train:5", (*turns, {"role": "assistant", "content": "x"}), None, "messages", "train", 5)
+    with pytest.raises(SelectionError, match="no row is left"):
+        select([asks_all], samples=[of_task], count=1)
+
+
+def test_turns_of_an_evaluation_dialogue_are_no_items_of_their_own():
+    turns = dialogue("I need help", "With what?", "the lamp is broken")
+    item = Row("eval:1", (*turns, {"role": "assistant", "content": "t"}), None, "messages", "eval", 1)
+    train = [row("train:1", "I need help"), row("train:2", "the lamp is broken")]
+    samples = [sample("eval:1", "the lamp is broken", "t", turns=turns)]
+    assert sorted(ids(select(train, eval_rows=[item], samples=samples, count=2))) == ["train:1", "train:2"]
+    assert samples[0].question == "I need help\nthe lamp is broken"
+    assert SampleResult.from_row(samples[0].to_row()) == samples[0]
+
+
 def test_overlap_on_purpose_keeps_every_row_and_no_row_left_is_an_error():
     rows = [row("train:1", "Where is my refund?")]
-    with pytest.raises(DataError, match="no row is left to train on: 1 rows ask what an evaluation item asks"):
+    with pytest.raises(SelectionError, match="no row is left to train on: 1 rows ask what an evaluation item asks"):
         select(rows, eval_rows=rows, round=1, count=1)
     selector = DataSelector(rows, [], rows, selection_config=Settings(), seed=1, allow_overlap=True)
     assert ids(selector.select(round=1, count=1, seen={}, samples=[])) == ["train:1"]

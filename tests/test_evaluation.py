@@ -62,7 +62,8 @@ def test_a_target_without_a_word_cannot_be_scored() -> None:
 
 def test_normalise_keeps_inner_punctuation_and_the_sign() -> None:
     assert normalise(' "Don\'t  PANIC!" ') == "don't panic"
-    assert normalise("-1.5") == "-1.5"
+    assert normalise("-1.5") == normalise("−1.5") == "-1.5"
+    assert normalise("“Don’t – PANIC!”") == normalise('"Don\'t - panic!"')
 
 
 def test_targets_form_a_closed_set_when_each_is_used_twice() -> None:

@@ -449,12 +449,17 @@ def seen(sample: SampleResult) -> dict[str, object]:
 
 async def test_both_evaluators_ask_the_same_and_score_the_same(tmp_path: Path) -> None:
     path = triage(tmp_path)
+    turns = [("user", "ticket 90"), ("assistant", "Which?"), ("user", "ticket 91"), ("assistant", "bug")]
+    dialogue = {"id": "two turns", "messages": [{"role": role, "content": content} for role, content in turns]}
+    with path.open("a") as file:
+        file.write(json.dumps(dialogue) + "\n")
     by_inspect, by_us = ScriptedSampler(vague), ScriptedSampler(vague)
     spec = TaskSpec(LABELLED_ROWS, {"eval_file": str(path)}, name="eval_file")
     one = await run(by_inspect, tmp_path, spec)
     two = await run_simple_evaluation(by_us, load_rows(path, purpose="eval").rows)
     assert sorted(map(json.dumps, by_inspect.messages)) == sorted(map(json.dumps, by_us.messages))
     assert [seen(sample) for sample in one.samples] == [seen(sample) for sample in two.samples]
+    assert (two.samples[-1].input, two.samples[-1].turns) == ("ticket 91", dialogue["messages"][:-1])
     assert (one.score, dict(one.metrics)) == (two.score, dict(two.metrics))
     assert 0.2 < one.score < one.metrics["lenient_score"] < 0.8
     # An evaluation that one of them began can be finished by the other.

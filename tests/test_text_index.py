@@ -11,7 +11,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 import text_index
 import word_table
 from embedding_index import EmbeddingIndex, load_embedder
-from error_handling import ConfigurationError
+from error_handling import ConfigurationError, SelectionError
 from text_index import TextIndex
 from word_table import WordTable, evenly_spaced
 
@@ -93,6 +93,16 @@ def test_signs_and_unspaced_scripts_are_words_of_their_own():
     assert (first == third).tolist() == [True, False, True]
 
 
+def test_typographic_punctuation_parts_words_as_its_plain_form_does():
+    for fancy, plain in (
+        ("“Don’t — wait…” it said", '"Don\'t - wait..." it said'),
+        ("« 5 − 3 » is two–ish", "5 - 3 is two-ish"),
+    ):
+        one, two = (word_table.word_hashes([text], "symbols")[0].tolist() for text in (fancy, plain))
+        assert one == two
+    assert word_table.word_hashes(["5 € × _"], "symbols")[1].tolist() == [4]
+
+
 def test_evenly_spaced():
     assert evenly_spaced(range(10), 4) == [0, 2, 5, 7]
     assert evenly_spaced(range(3), 4) == [0, 1, 2]
@@ -117,9 +127,12 @@ def test_an_embedding_function_is_taken_by_its_import_path(tmp_path):
         "def embed(texts):\n    return [[text.count('a'), text.count('e')] for text in texts]\n"
         "def ragged(texts):\n    return [[1.0]]\n"
         "def fails(texts):\n    raise KeyError('weights')\n"
+        "def tires(texts):\n    return [[len(text), 1 / (len(texts) - 3)] for text in texts]\n"
     )
     index = EmbeddingIndex(["aaa", "eee", "ae", "zz"], load_embedder(f"{tmp_path}/letters_of.py:embed"))
     assert index.nearest(["a"], limit=4)[0] == [(0, pytest.approx(1)), (2, pytest.approx(0.5**0.5))]
+    with pytest.raises(SelectionError, match=r"embedding_model: .*:tires failed on 3 texts: ZeroDivisionError: div"):
+        EmbeddingIndex(["a", "b", "c"], load_embedder(f"{tmp_path}/letters_of.py:tires"))
     for name, message in (
         ("letters_of.py:ragged", r"2 texts gave an array of shape \(1, 1\), expected \(2, width\)"),
         ("letters_of.py:fails", "fails failed on two texts: KeyError: 'weights'"),

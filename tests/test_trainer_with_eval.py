@@ -594,6 +594,34 @@ def test_without_key_or_mock_nothing_starts(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
+def test_what_cannot_be_trained_on_in_a_pool_is_told_and_a_pool_of_near_matches_is_none(tmp_path, capsys):
+    item = "Which colour does the harbour master paint the new boats this spring"
+    files = {
+        "train": ["Is it late?", "Does it rain?"],
+        "eval": [item],
+        "pool": ["Who has the key?", "long " * 3000],
+        "near": [f"Please: {item}"],
+    }
+    for name, questions in files.items():
+        rows = (json.dumps({"question": question, "answer": f"{name} {n}"}) for n, question in enumerate(questions))
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    config = write_config(
+        tmp_path,
+        train_file=str(tmp_path / "train.jsonl"),
+        eval_file=str(tmp_path / "eval.jsonl"),
+        allow_overlap=False,
+        selection={"strategy": "random", "pool_file": str(tmp_path / "pool.jsonl")},
+    )
+    assert main("--config", config, "--dry-run") == 0
+    told = capsys.readouterr()
+    assert "of the pool: trained tokens" in told.out
+    assert "in 1 examples, 1 of 2 rows dropped" in told.out
+    assert main("--config", config, "--dry-run", f"selection.pool_file={tmp_path / 'near.jsonl'}") == 0
+    told = capsys.readouterr()
+    assert "1 training row with at least 80 %" in told.out + told.err
+    assert "near.jsonl: no row of the pool is left" in told.out + told.err
+
+
 @pytest.mark.parametrize(
     ("environment", "reason"),
     [
