@@ -3,7 +3,7 @@
     # mine.py, beside the configuration, which says "selection": {"strategy": "mine:longest_first"}
     def longest_first(request):
         rows = sorted(request.rows, key=lambda row: -len(row.question))
-        unseen = [row for row in rows if row.id not in request.seen]
+        unseen = [row for row in rows if row.id not in request.seen and request.can_use(row)]
         return [(row, "among the longest questions") for row in unseen[: request.count]]
 
 It is called once for each round, the first included, and must be a function of the request alone: a run that is killed
@@ -32,10 +32,11 @@ Strategy = Callable[["SelectionRequest"], Iterable[tuple[Row | str, str]]]
 class SelectionRequest:
     """What a strategy knows.
 
-    `rows` are those of the training file and then of the pool (the first `n_train` are the file's), without near copies
-    of evaluation items; a large file is read as they are asked for. `samples` is the newest evaluation (before round 1
-    the baseline's), `seen` how often each row id was trained on so far (absent: never). At most `count` rows may be
-    chosen, each at most `max_repeats` times. `rng` is seeded from the run's `seed` and the `round`.
+    `rows` are those of the training file and then of the pool (the first `n_train` are the file's); a large file is
+    read as they are asked for. `can_use` says whether a row may be chosen: one may not that is an evaluation item or
+    nearly, is too long, or has no token to train. `samples` is the newest evaluation (before round 1 the baseline's) in
+    the order of their keys, `seen` how often each row id was trained on so far (absent: never). At most `count` rows
+    may be chosen, each at most `max_repeats` times. `rng` is seeded from the run's `seed` and the `round`.
     """
 
     round: int
@@ -47,6 +48,7 @@ class SelectionRequest:
     max_repeats: int
     seed: int
     rng: random.Random
+    can_use: Callable[[Row], bool]
 
 
 def load_strategy(path: str) -> Strategy:

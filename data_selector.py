@@ -172,18 +172,19 @@ class DataSelector:
         set_aside: tuple[SetAside, ...] = ()
         strategy = self.settings.strategy
         if self._strategy is not None:
+            refusal = partial(self._refusal, items)
             request = SelectionRequest(
                 round=round,
                 count=count,
                 rows=self._supply,
                 n_train=self._n_train,
-                samples=tuple(samples),
+                samples=tuple(sorted(samples, key=lambda sample: sample.key)),
                 seen=dict(seen),
                 max_repeats=self.settings.max_repeats,
                 seed=self.seed,
                 rng=draw.random,
+                can_use=lambda row: refusal(row) is None,
             )
-            refusal = partial(self._refusal, items)
             for position, why in chosen_rows(self._strategy, strategy, request, self._supply, refusal):
                 draw.take(position, why)
             if self.settings.label_guard and round > 1:

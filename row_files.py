@@ -9,8 +9,9 @@ All faults of a file are told in one `DataError` (the first ten and a count), ea
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -150,7 +151,8 @@ def read_rows(
 
 
 def _array_rows(file: Path, rules: RowRules, faults: list[Fault]) -> tuple[Columns, list[Row]]:
-    """Columns and rows of a JSON array, or none of an unusable file."""
+    """Columns and rows of a JSON array, or none of an unusable file. Of several rows that begin on one line, those
+    without an id of their own count from 1: stem:line.1."""
     builder = ColumnBuilder(rules)
     rows: list[Row] = []
     if not faults:
@@ -161,11 +163,39 @@ def _array_rows(file: Path, rules: RowRules, faults: list[Fault]) -> tuple[Colum
                 faults.append(Fault(rules.source, line, str(fault)))
                 continue
             rows.append(rules.row(record, line, content))
-    return builder.columns(), rows
+    columns = builder.columns()
+    on_line = Counter(row.line for row in rows)
+    place: Counter[int] = Counter()
+    for position, row in enumerate(rows):
+        place[row.line] += 1
+        if on_line[row.line] > 1 and not columns.has_id[position]:
+            rows[position] = replace(row, id=f"{row.id}.{place[row.line]}")
+    return columns, rows
 
 
 def _id_clashes(columns: Columns, copy_of: Array, rules: RowRules, every: RowTable | Sequence[Row]) -> dict[int, Fault]:
     """A fault for every row whose id is already that of an earlier row, and for each of its copies, by position."""
+    earlier = _earlier_named(columns, copy_of) if isinstance(every, RowTable) else _earlier_held(every, copy_of)
+    if not earlier:
+        return {}
+    clashing = np.flatnonzero(np.isin(copy_of, list(earlier)))
+    rows = every.take(clashing) if isinstance(every, RowTable) else [every[at] for at in clashing.tolist()]
+    faults = {}
+    for position, row in zip(clashing.tolist(), rows, strict=True):
+        line = columns.line[earlier[int(copy_of[position])]]
+        faults[position] = Fault(rules.source, row.line, f"the id {quote(row.id)} is already that of line {line}")
+    return faults
+
+
+def _earlier_held(rows: Sequence[Row], copy_of: Array) -> dict[int, int]:
+    """The first row with the same id, by position, of rows that are no copies."""
+    first: dict[str, int] = {}
+    firsts = np.flatnonzero(copy_of == np.arange(len(copy_of))).tolist()
+    return {at: first[rows[at].id] for at in firsts if first.setdefault(rows[at].id, at) != at}
+
+
+def _earlier_named(columns: Columns, copy_of: Array) -> dict[int, int]:
+    """The same for the rows of a JSONL file, by their columns."""
     earlier: dict[int, int] = {}
     named = copy_of[columns.id_rows] == columns.id_rows
     id_rows, first = columns.id_rows[named], first_with_same(columns.ids[named])
@@ -176,19 +206,7 @@ def _id_clashes(columns: Columns, copy_of: Array, rules: RowRules, every: RowTab
         taken = (columns.line[others] == columns.places) & ~columns.has_id[others]
         for position, other in zip(columns.placed_rows[taken].tolist(), others[taken].tolist(), strict=True):
             earlier[max(position, other)] = min(position, other)
-    unnamed = np.flatnonzero(~columns.has_id & (copy_of == np.arange(len(columns))))
-    unnamed_lines = columns.line[unnamed]
-    for index in (np.flatnonzero(unnamed_lines[1:] == unnamed_lines[:-1]) + 1).tolist():  # in an array on one line
-        earlier[int(unnamed[index])] = int(unnamed[np.searchsorted(unnamed_lines, unnamed_lines[index])])
-    if not earlier:
-        return {}
-    clashing = np.flatnonzero(np.isin(copy_of, list(earlier)))
-    rows = every.take(clashing) if isinstance(every, RowTable) else [every[at] for at in clashing.tolist()]
-    faults = {}
-    for position, row in zip(clashing.tolist(), rows, strict=True):
-        line = columns.line[earlier[int(copy_of[position])]]
-        faults[position] = Fault(rules.source, row.line, f"the id {quote(row.id)} is already that of line {line}")
-    return faults
+    return earlier
 
 
 def _compare_answers(

@@ -408,6 +408,9 @@ def too_many(request):
 def nothing(request):
     return []
 
+def order(request):
+    return [("train:1", " ".join(sample.id for sample in request.samples))]
+
 def fails(request):
     return [request.missing]
 
@@ -426,10 +429,9 @@ def own(tmp_path, name: str, **more):
     return select(
         train,
         pool,
-        samples=[sample("s", "where is it", "t")],
         strategy=f"{tmp_path}/mine_of_test.py:{name}",
         seen={"train:1": 1},
-        **{"count": 3, **more},
+        **{"count": 3, "samples": [sample("s", "where is it", "t")], **more},
     )
 
 
@@ -455,11 +457,24 @@ def test_the_readme_s_strategy_is_one(own_path):
     source = next(block for block in readme.split("```") if "def shortest_first" in block).removeprefix("python\n")
     (own_path / "shortest.py").write_text(source)
     train = [row("train:1", "a long question"), row("train:2", "mid size"), row("train:3", "short")]
-    chosen = select(train, count=2, seen={"train:3": 1}, strategy=f"{own_path}/shortest.py:shortest_first")
+    train.append(row("train:4", "Why?"))
+    chosen = select(
+        train,
+        samples=[sample("s", "why", "t")],
+        count=2,
+        seen={"train:3": 1},
+        strategy=f"{own_path}/shortest.py:shortest_first",
+    )
     assert [(c.row.id, c.why) for c in chosen.rows] == [
         ("train:2", "short: 8 characters"),
         ("train:1", "short: 15 characters"),
     ]
+
+
+def test_a_strategy_gets_samples_in_the_order_of_their_keys(own_path):
+    samples = [sample(name, "else", "t") for name in ("b", "c", "a")]
+    (chosen,) = own(own_path, "order", samples=samples).rows
+    assert chosen.why == "a b c"
 
 
 @pytest.mark.parametrize(

@@ -275,11 +275,18 @@ def test_an_id_that_is_another_rows_place_is_told_for_the_later_one_and_its_copi
     ]
 
 
-def test_rows_without_ids_on_one_line_of_an_array_are_told(tmp_path):
+def test_rows_without_ids_on_one_line_of_an_array_are_counted(tmp_path):
     path = tmp_path / "rows.json"
-    path.write_text(json.dumps([chat("a", "b"), chat("c", "d")]))
-    with pytest.raises(DataError, match=r"rows\.json:1: the id 'rows:1' is already that of line 1"):
+    records = [chat("a", "b"), chat("c", "d", id="x"), chat("e", "f"), chat("a", "b")]
+    last = json.dumps(chat("g", "h"))
+    path.write_text(f"{json.dumps(records)[:-1]},\n{last}]")
+    loaded = load_rows(path, purpose="train")
+    assert [row.id for row in loaded.rows] == ["rows:1.1", "x", "rows:1.3", "rows:2"]
+    assert (loaded.duplicates, loaded.rows[2].where) == (1, f"{path}:1")
+    path.write_text(json.dumps([*records, chat("i", "j", id="rows:1.3"), chat("k", "l", id="x")]))
+    with pytest.raises(DataError, match="2 faults") as error:
         load_rows(path, purpose="train")
+    assert "rows.json:1: the id 'rows:1.3' is already that of line 1" in str(error.value)
 
 
 def test_a_table_and_a_pool_that_share_an_id_are_told(tmp_path, monkeypatch):
