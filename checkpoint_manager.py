@@ -250,7 +250,7 @@ class CheckpointManager:
         """Take back the completion of `phase` of `round` and of all after it, with the results of those rounds.
 
         For a run that is reopened, or whose checkpoint is lost. Selections and samples that are taken back stay beside
-        as `round_NN.superseded.jsonl`.
+        as `round_NN.superseded.jsonl`, a summary as `summary.superseded.json`.
         """
         first = PHASES.index(_known(phase, PHASES, "phase"))
         completed = {
@@ -268,6 +268,9 @@ class CheckpointManager:
                 if name.isdigit() and int(name) >= start:
                     with storage_errors(path, "rename"):
                         path.replace(path.with_name(f"round_{name}.superseded.jsonl"))
+        if self.summary_path.is_file():  # it tells of an end that is taken back
+            with storage_errors(self.summary_path, "rename"):
+                self.summary_path.replace(self.run_dir / "summary.superseded.json")
         rounds = [row for row in self.round_results() if row["round"] < scored_from]
         self.update_state(round=round, phase=phase, completed=completed, rounds=rounds, **fields)
 

@@ -155,6 +155,9 @@ def plain_punctuation(text: str) -> str:
     return text if text.isascii() else text.translate(_PLAIN_PUNCTUATION)
 
 
+_PAIRS = frozenset({("(", ")"), ("[", "]"), ("{", "}"), ("<", ">"), ("*", "*"), ('"', '"'), ("'", "'")})
+
+
 def normalise(text: str) -> str:
     """NFKC, lower case, ASCII quotes and dashes, surrounding white space and punctuation removed, inner white space
     folded to one blank."""
@@ -162,6 +165,14 @@ def normalise(text: str) -> str:
     if "  " in folded or not folded.isprintable():  # of white space, only the blank is printable
         folded = " ".join(folded.split())
     return folded.lower().strip(" \t\n\r.,;:!?\"'`*()[]{}<>")
+
+
+def with_signs(text: str) -> str:
+    """As `normalise`, but with outer signs that can mean something: "<5" and ">5" differ, "Yes." and "yes" do not."""
+    folded = " ".join(plain_punctuation(unicodedata.normalize("NFKC", text)).lower().split())
+    while len(folded) > 1 and (folded[0], folded[-1]) in _PAIRS:
+        folded = folded[1:-1].strip()
+    return folded.strip("\"'`*").rstrip(".,;:!? ")
 
 
 def _mentions(text: str, label: str) -> bool:

@@ -26,6 +26,7 @@ from evaluation import (
     score_reply,
     settled_samples,
     summarise,
+    with_signs,
 )
 
 # What one request can fail with and the next need not. Anything else (a key that is refused, a setting that cannot
@@ -89,10 +90,17 @@ def check_rows(rows: Sequence[EvalRow], *, cluster_by: str | None = None, catego
     if not rows:
         raise DataError("the evaluation file holds no rows; give it at least one question with its target")
     seen: dict[str, str] = {}
+    spelled: dict[str, tuple[str, EvalRow]] = {}
     faults = []
     for row in rows:
         if not normalise(row.target):
             faults.append(f"{row.where}: the target {row.target!r} has no word to compare a reply with")
+        sign, first = spelled.setdefault(normalise(row.target), (with_signs(row.target), row))
+        if sign != with_signs(row.target):
+            faults.append(
+                f"{row.where}: a reply cannot be told apart by the targets {row.target!r} and {first.target!r} "
+                f"({first.where}), which differ in outer signs only; write them in words"
+            )
         if row.id in seen:
             faults.append(f"{row.where}: the id {row.id!r} is already used at {seen[row.id]}")
         seen[row.id] = row.where

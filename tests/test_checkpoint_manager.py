@@ -218,8 +218,12 @@ def test_redoing_only_the_decision_keeps_the_score_paid_for(manager):
     manager.append_sample(1, sample("a"))
     manager.save_round_result(1, {"score": 0.5})
     manager.phase_done(1, "decide")
+    manager.write_summary({"status": "completed"})
     manager.redo_from(1, "decide")
     assert not manager.is_done(1, "decide")
+    # A report of the reopened run must not tell of the end that was taken back.
+    assert manager.load_summary() is None
+    assert (manager.run_dir / "summary.superseded.json").exists()
     assert manager.round_results() == [{"score": 0.5, "round": 1}]
     assert [s.id for s in manager.load_samples(1)] == ["a"]
 

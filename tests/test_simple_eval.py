@@ -12,7 +12,7 @@ from scripted_sampler import ScriptedSampler, write_rows
 from data_loader import Row, load_rows
 from error_handling import AuthenticationError, ConfigurationError, DataError, EvaluationError, ServiceError
 from evaluation import SampleResult
-from simple_eval import run_simple_evaluation
+from simple_eval import check_rows, run_simple_evaluation
 
 
 def triage(tmp_path: Path, count: int = 20) -> list[Row]:
@@ -188,6 +188,17 @@ async def test_cancelling_stops_the_requests(tmp_path: Path) -> None:
         await running
     assert sampler.in_flight[0] == 0
     assert len(sampler.asked) == 4
+
+
+def test_targets_that_differ_in_outer_signs_only_are_refused_and_spellings_of_one_are_not(tmp_path: Path) -> None:
+    def rows(*targets: str) -> list[Row]:
+        lines = [{"input": f"question {n}", "target": target} for n, target in enumerate(targets)]
+        return list(load_rows(write_rows(tmp_path / "signs.jsonl", lines), purpose="eval").rows)
+
+    check_rows(rows("Yes.", "yes", '"yes"', "(Yes)", "don’t", "don't", "yes !"))
+    for one, other in (("<5", ">5"), ("5", ".5"), ("<5", "5")):
+        with pytest.raises(DataError, match=r"signs\.jsonl:2: a reply cannot be told apart.*signs\.jsonl:1"):
+            check_rows(rows(one, other))
 
 
 async def test_rows_that_cannot_be_scored_are_refused_before_any_is_asked(tmp_path: Path) -> None:
