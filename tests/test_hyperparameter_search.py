@@ -164,7 +164,7 @@ def measured(search: Path, number: int, right: dict[str, list[bool]]) -> TrialRe
         score = sum(sum(answers) / len(answers) for answers in right.values()) / len(right)
         tasks = [{"task": task, "score": 0.0, "threshold": None, "ci_low": None, "weight": 1.0} for task in right]
         figures = {"score": score, "ci_low": None, "ci_high": None, "n": 1, "errors": 0, "tasks": tasks}
-        folder.save_round_result(1, figures)
+        folder.save_round_result(1, {**figures, "checkpoint": None})
         nothing = {"train": 0, "prefill": 0, "sample": 0}
         return TrialResult(number, 1e-4, 8, folder.run_id, "completed", score, None, None, 1, nothing, 1.0, "")
 
