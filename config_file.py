@@ -117,7 +117,7 @@ def parse_override(argument: str, takes_text: Callable[[str], bool]) -> tuple[st
     try:
         return key, _parse_value(text)
     except (ValueError, RecursionError) as err:
-        raise ConfigurationError(f"command line: {key}: {err}") from err
+        raise ConfigurationError(f"command line: {dotted((key,))}: {err}") from err
 
 
 def _parse_value(text: str) -> Any:
@@ -127,7 +127,8 @@ def _parse_value(text: str) -> Any:
         if text.startswith("[") and text.endswith("]"):
             return [_parse_value(item) for item in _split_items(text[1:-1])]
         if text.startswith(("{", "[", '"')):
-            raise ValueError(f"not valid JSON: {err.msg} at character {err.pos + 1} of {text}") from err
+            reason = f"not valid JSON: {err.msg} at character {err.pos + 1} of {text}"
+            raise ValueError(_on_one_line(reason)) from err
     if _LOOSE_NUMBER.fullmatch(text):
         return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
     return text
@@ -148,14 +149,16 @@ def _split_items(text: str) -> list[str]:
             start = position + 1
     items.append(text[start:].strip())
     if "" in items:
-        raise ValueError(f"an empty item in the list [{text}]")
+        raise ValueError(_on_one_line(f"an empty item in the list [{text}]"))
     return items
 
 
 def unusable_values(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """(path, reason) of each value that no key may have: NaN, infinity, text that cannot be stored as UTF-8."""
+    """(path, reason) of each value that no key may have, and of each such key: NaN, infinity, text that cannot be
+    stored as UTF-8."""
     if isinstance(value, dict):
         for key, item in value.items():
+            yield from unusable_values(key, (*path, key))
             yield from unusable_values(item, (*path, key))
     elif isinstance(value, list):
         for index, item in enumerate(value):
@@ -167,11 +170,15 @@ def unusable_values(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, s
 
 
 def dotted(path: KeyPath) -> str:
-    """`("eval_tasks", 0, "task")` as a person writes it: `eval_tasks[0].task`."""
+    """`("eval_tasks", 0, "task")` as a person writes it: `eval_tasks[0].task`, on one line whatever the keys hold."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return _on_one_line(text)
+
+
+def _on_one_line(text: str) -> str:
+    return text if text.isprintable() else "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def in_json(value: Any, limit: int = 60) -> str:

@@ -255,7 +255,9 @@ def _apply_override(data: dict[str, Any], key: str, value: Any, overridden: set[
         return
     held = data.setdefault(name, {})
     if not isinstance(held, dict):
-        raise ConfigurationError(f"command line: {key}: cannot be set, for {name} is {in_json(held)} and not an object")
+        raise ConfigurationError(
+            f"command line: {dotted(path)}: cannot be set, for {name} is {in_json(held)} and not an object"
+        )
     held.update(item)
     overridden.update((name, inner) for inner in item)
 

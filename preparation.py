@@ -154,7 +154,9 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
     if eval_rows is not None:
         settings = config.evaluation
         simple_eval.check_rows(eval_rows.rows, cluster_by=settings.cluster_by, category_field=settings.category_field)
-        prompt_lengths = check_prompt_lengths(eval_rows.rows, chat_format, max_length, config.evaluation.max_tokens)
+        prompt_lengths = check_prompt_lengths(eval_rows.rows, chat_format, max_length, settings.max_tokens)
+        if told := long_targets_told(eval_rows.rows, tokenizer, settings.max_tokens):
+            warnings.append(told)
 
     plans: tuple[inspect_eval.PlannedTask, ...] = ()
     tasks: tuple[inspect_eval.TaskSpec, ...] = ()
@@ -309,6 +311,25 @@ def check_prompt_lengths(
             "Shorten them, lower evaluation.max_tokens, or raise max_seq_length where the model allows it."
         )
     return tuple(lengths)
+
+
+def long_targets_told(rows: Sequence[data_loader.Row], tokenizer: Any, max_tokens: int) -> str | None:
+    """What to tell of evaluation targets that no reply of `max_tokens` can equal, however it is spelled; None when
+    there are none."""
+    long = {}
+    for row in rows:
+        # A reply also counts when it leaves out what scoring does not look at.
+        spellings = (row.target, evaluation.normalise(row.target))
+        n_tokens = min(len(tokenizer.encode(text, add_special_tokens=False)) for text in spellings)
+        if n_tokens > max_tokens:
+            long[f"{row.where}: {_count(n_tokens, 'token')}"] = n_tokens
+    if not long:
+        return None
+    listed = "\n".join(f"  {line}" for line in first_ten(long))
+    return (
+        f"{_count(len(long), 'evaluation target')} longer than evaluation.max_tokens={max_tokens}, so that every reply "
+        f"is cut before it can be right; evaluation.max_tokens={max(long.values())} is enough for all:\n{listed}"
+    )
 
 
 def starting_learning_rate(config: TrainingConfig) -> float:

@@ -29,6 +29,9 @@ _LINE_SUFFIXES = (".jsonl", ".ndjson")
 # To tell one object over many lines from rows with a broken first one the whole file is decoded. Beyond this many
 # bytes it is taken for rows, so that a fault is told without holding the file in memory.
 _SINGLE_OBJECT_LIMIT = 64_000_000
+# Deeper rows are refused: orjson writes no more levels, and what writes a sample of such a row would fail too, later.
+MAX_LEVELS = 254
+_TOO_DEEP = f"nested too deeply, more than {MAX_LEVELS} objects or lists in each other"
 # orjson reads a whole number that does not fit 64 bits as a float; every float of that size is read again.
 _HUGE = 9e18
 
@@ -85,7 +88,9 @@ class _StrictDecoder:
 
     def __init__(self) -> None:
         self.problems: list[str] = []
-        self._decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_constant=self._constant)
+        self._decoder = json.JSONDecoder(
+            object_pairs_hook=self._object, parse_constant=self._constant, parse_int=self._whole_number
+        )
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
@@ -98,6 +103,13 @@ class _StrictDecoder:
     def _constant(self, name: str) -> None:
         self.problems.append(f"{name} is not JSON")
 
+    def _whole_number(self, digits: str) -> int:
+        try:
+            return int(digits)
+        except ValueError:  # the interpreter has a limit
+            self.problems.append(f"holds a whole number of {len(digits)} digits, more than can be read")
+            return 0
+
     def value_at(self, text: str, start: int) -> tuple[Any, int]:
         """(value, position behind it) of the JSON value at `start`; `RowFault` when there is none."""
         self.problems.clear()
@@ -106,16 +118,14 @@ class _StrictDecoder:
         except json.JSONDecodeError as error:
             raise RowFault(f"not JSON: {_json_reason(error)}") from error
         except RecursionError as error:
-            raise RowFault("nested too deeply") from error
-        except ValueError as error:  # an integer beyond the interpreter's limit of digits
-            raise RowFault(f"not usable JSON: {error}") from error
+            raise RowFault(_TOO_DEEP) from error
 
     def whole(self, text: str) -> Any:
         """The one value that `text` holds; `RowFault` when it is none, or more than one."""
         start = len(text) - len(text.lstrip(_JSON_SPACE))
         value, end = self.value_at(text, start)
         if text[end:].strip(_JSON_SPACE):
-            raise RowFault(f"not JSON: more text after the value, at column {end + 1}")
+            raise RowFault(f"not JSON: more text after the value, at column {end + 1}: {quote(text[end : end + 60])}")
         return value
 
 
@@ -123,7 +133,8 @@ def _json_reason(error: json.JSONDecodeError) -> str:
     behind, at = error.doc[: error.pos].rstrip(_JSON_SPACE), error.doc[error.pos : error.pos + 1]
     if (behind.endswith(",") and at in {"}", "]"}) or re.match(r",\s*[}\]]", error.doc[error.pos : error.pos + 80]):
         return f"trailing comma before column {error.colno + 1}"
-    return f"{error.msg} at column {error.colno}"
+    found = quote(error.doc[error.pos : error.pos + 60]) if at else "nothing"
+    return f"{error.msg.removesuffix(' at')} at column {error.colno}, found {found}"
 
 
 def file_layout(path: Path, source: str, faults: list[Fault]) -> Literal["lines", "array", "unusable"]:
@@ -131,19 +142,46 @@ def file_layout(path: Path, source: str, faults: list[Fault]) -> Literal["lines"
 
     An array named .jsonl is a fault: programs that read the file line by line would choke on it.
     """
-    head = _first_line(path)
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        faults.append(Fault(source, 1, "the file is UTF-16 or UTF-32, not UTF-8; save it as UTF-8"))
-        return "unusable"
-    single = _single_value(path, head)
-    if single == "array" and path.suffix.lower() in _LINE_SUFFIXES:
-        reason = f"the file is a JSON array, not a row per line; name it {path.stem}.json, or write a row per line"
-        faults.append(Fault(source, 1, reason))
-        return "unusable"
-    if single == "object":
-        faults.append(Fault(source, 1, "the file is one object over many lines; write a row per line, or an array"))
-        return "unusable"
-    return "array" if single == "array" else "lines"
+    line, head = _first_line(path)
+    reason = _other_format(head)
+    if reason is None:
+        single = _single_value(path, head)
+        if single == "array" and path.suffix.lower() in _LINE_SUFFIXES:
+            reason = f"the file is a JSON array, not a row per line; name it {path.stem}.json, or write a row per line"
+        elif single == "object":
+            reason = "the file is one object over many lines; write a row per line, or an array"
+        elif single == "objects":
+            reason = "the file has objects that go over many lines; write each on one line, or write an array"
+        else:
+            return "array" if single == "array" else "lines"
+    faults.append(Fault(source, line, reason))
+    return "unusable"
+
+
+_WIDE = "the file is UTF-16 or UTF-32, not UTF-8; save it as UTF-8"
+# How files begin that are not text; see https://en.wikipedia.org/wiki/List_of_file_signatures.
+_SIGNATURES = {
+    codecs.BOM_UTF16_LE: _WIDE,
+    codecs.BOM_UTF16_BE: _WIDE,
+    codecs.BOM_UTF32_BE: _WIDE,
+    b"\x1f\x8b": "the file is compressed (gzip); unpack it",
+    b"\x28\xb5\x2f\xfd": "the file is compressed (zstd); unpack it",
+    b"BZh": "the file is compressed (bzip2); unpack it",
+    b"\xfd7zXZ": "the file is compressed (xz); unpack it",
+    b"PK\x03\x04": "the file is a zip archive; unpack it",
+    b"PAR1": "the file is Parquet; write its rows as JSONL",
+    b"ARROW1": "the file is Arrow; write its rows as JSONL",
+    b"version https://git-lfs": "the file is a Git LFS pointer and not the data; fetch it with git lfs pull",
+}
+
+
+def _other_format(head: bytes) -> str | None:
+    """What a file is that begins with the line `head` and is no UTF-8 text; None when it may be."""
+    for signature, reason in _SIGNATURES.items():
+        if head.startswith(signature):
+            return reason
+    # Every second or further byte of ASCII text is NUL in these encodings, and none is in JSON.
+    return _WIDE if head[:2].count(0) == 1 or head[:4].count(0) == 3 else None
 
 
 def plain_records(lines: list[bytes]) -> tuple[list[dict[str, Any]], list[bytes]] | None:
@@ -238,26 +276,40 @@ def canonical_json(record: Mapping[str, Any]) -> bytes:
         code = ord(error.object[error.start])
         raise RowFault(f"holds half of a surrogate pair (U+{code:04X}), which is not a character") from error
     except RecursionError as error:
-        raise RowFault("nested too deeply") from error
+        raise RowFault(_TOO_DEEP) from error
     except ValueError as error:  # 1e999 is read as infinity
         raise RowFault("holds a number beyond the range of a float") from error
     try:
         return orjson.dumps(record, option=orjson.OPT_SORT_KEYS)
-    except orjson.JSONEncodeError:  # numbers beyond 64 bits, or nested deeper than orjson writes
-        return text
+    except orjson.JSONEncodeError as error:
+        if _levels(record) > MAX_LEVELS:
+            raise RowFault(_TOO_DEEP) from error
+        return text  # numbers beyond 64 bits
 
 
-def _first_line(path: Path) -> bytes:
+def _levels(value: Any) -> int:
+    """How deep objects and lists stand in each other; 1 for one that holds none."""
+    levels, inner = 0, [value]
+    while inner:
+        levels += 1
+        held = [part for outer in inner for part in (outer.values() if isinstance(outer, dict) else outer)]
+        inner = [part for part in held if isinstance(part, dict | list)]
+    return levels
+
+
+def _first_line(path: Path) -> tuple[int, bytes]:
+    """(number, content) of the first line that is not blank, without byte-order mark; (1, b"") when there is none."""
     with path.open("rb") as file:
-        for raw in file:
-            line = raw.removeprefix(codecs.BOM_UTF8)
+        for number, raw in enumerate(file, start=1):
+            line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
             if line.strip():
-                return line
-    return b""
+                return number, line
+    return 1, b""
 
 
-def _single_value(path: Path, head: bytes) -> Literal["", "array", "object"]:
-    """Whether the file is one JSON value: an array (also a broken one), an object over several lines, or neither."""
+def _single_value(path: Path, head: bytes) -> Literal["", "array", "object", "objects"]:
+    """Whether the file is one JSON value: an array (also a broken one) or an object over several lines; or several
+    objects of which the first goes over several lines; or none of these."""
     opening = head.lstrip()[:1]
     if opening not in (b"[", b"{"):
         return ""
@@ -270,11 +322,17 @@ def _single_value(path: Path, head: bytes) -> Literal["", "array", "object"]:
         if path.stat().st_size > _SINGLE_OBJECT_LIMIT:
             return ""
         text = path.read_bytes().removeprefix(codecs.BOM_UTF8).decode("utf-8", "replace")
+        values, end = 0, _skip_space(text, 0)
+        first_ends = end + len(text[end:].partition("\n")[0])
         try:
-            decoder.whole(text)
+            while end < len(text):
+                end = _skip_space(text, decoder.value_at(text, end)[1])
+                values += 1
+                if values == 1 and end < first_ends:  # a whole object stands on the first line, and more text beside it
+                    return ""
         except RowFault:
             return ""
-        return "object"
+        return "object" if values == 1 else "objects"
     if opening == b"{":
         return ""
     with path.open("rb") as file:  # `[...]` on one line is an array unless other rows follow

@@ -9,6 +9,7 @@ All faults of a file are told in one `DataError` (the first ten and a count), ea
 from __future__ import annotations
 
 import difflib
+import stat
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -81,22 +82,35 @@ def raise_faults(faults: Sequence[Fault], hint: str = "") -> None:
 
 def _existing_file(path: str | Path) -> Path:
     file = Path(path)
-    if file.is_file():
-        return file
-    if file.is_dir():
+    try:
+        mode = file.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise _not_found(file, str(path)) from None
+    except (OSError, ValueError) as error:  # no permission, a link to itself, a NUL in the name
+        raise DataError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+    if stat.S_ISDIR(mode):
         raise DataError(f"{path}: is a folder, expected a JSONL or JSON file")
+    if not stat.S_ISREG(mode):
+        raise DataError(f"{path}: is a pipe or a device, and rows are read more than once; write them to a file first")
+    return file
+
+
+def _not_found(file: Path, path: str) -> DataError:
+    """What to say of a file that is not there, with the names that come near."""
+    if file.is_symlink():
+        return DataError(f"{path}: is a link to {file.readlink()}, which does not exist")
     if not file.parent.is_dir():
-        raise DataError(f"{path}: not found, and the folder {file.parent} does not exist")
+        return DataError(f"{path}: not found, and the folder {file.parent} does not exist")
     try:
         names = sorted(entry.name for entry in file.parent.iterdir() if entry.is_file())
     except OSError as error:
-        raise DataError(f"{path}: not found, and the folder {file.parent} cannot be listed ({error})") from error
+        return DataError(f"{path}: not found, and the folder {file.parent} cannot be listed ({error})")
     near = difflib.get_close_matches(file.name, names, n=3, cutoff=0.7)
     if near:
-        raise DataError(f"{path}: not found; did you mean {' or '.join(near)}?")
+        return DataError(f"{path}: not found; did you mean {' or '.join(near)}?")
     data_files = [name for name in names if name.endswith((".jsonl", ".json", ".ndjson"))]
     there = f"data files there: {', '.join(first_ten(data_files))}" if data_files else "no data file is there"
-    raise DataError(f"{path}: not found; {there}")
+    return DataError(f"{path}: not found; {there}")
 
 
 def read_rows(

@@ -34,6 +34,20 @@ TRAINS_EVERY_ASSISTANT = frozenset({"all_assistant_turns", "all_assistant_messag
 TRAINS_OTHER_ROLES = frozenset({"all_messages", "all_tokens", "all_user_and_system_messages"})
 
 
+# White space, control characters, and what Unicode calls ignorable (zero-width spaces and joiners, byte-order marks).
+_IGNORABLE = ((0x00, 0x20), (0x180B, 0x1810), (0x200B, 0x2010), (0x202A, 0x202F), (0x2060, 0x2070), (0xFE00, 0xFE10))
+_UNSEEN = "".join(
+    [char for char in map(chr, range(0x3001)) if char.isspace()]
+    + [chr(code) for first, end in _IGNORABLE for code in range(first, end)]
+    + list("\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u3164\ufeff\uffa0")
+)
+
+
+def is_blank(text: str) -> bool:
+    """Whether a person sees nothing of `text`."""
+    return text[:1] in _UNSEEN and not text.strip(_UNSEEN)
+
+
 class RowContent(NamedTuple):
     """What a record holds once converted: turns, or `text`; `notes` say what was left out or added on the way."""
 
@@ -64,7 +78,7 @@ def convert_record(record: Mapping[str, Any], *, purpose: Purpose, train_on_what
     used = shape.keys | shape.optional
     if shape.name == "text":
         text = _text(record, "text")
-        if not text.strip():
+        if is_blank(text):
             raise RowFault("'text' is empty, there is nothing to learn")
         return RowContent(shape.name, (), text, used, tuple(notes))
     if record.get("history"):
@@ -98,7 +112,7 @@ def _plain_conversation(record: Mapping[str, Any]) -> RowContent | None:
             if type(turn) is not dict or len(turn) != 2:
                 return None
             content = turn.get("content")
-            if turn.get("role") not in ROLES or type(content) is not str or not content or content.isspace():
+            if turn.get("role") not in ROLES or type(content) is not str or is_blank(content):
                 return None
         if turns[-1]["role"] != "assistant":
             return None
@@ -106,7 +120,7 @@ def _plain_conversation(record: Mapping[str, Any]) -> RowContent | None:
     asked, answered = record.get("prompt"), record.get("completion")
     if type(asked) is not str or type(answered) is not str or not _NOT_BESIDE_COMPLETION.isdisjoint(record):
         return None
-    if not asked or asked.isspace() or not answered or answered.isspace():
+    if is_blank(asked) or is_blank(answered):
         return None
     pair = ({"role": "user", "content": asked}, {"role": "assistant", "content": answered})
     return RowContent("prompt/completion", pair, None, _COMPLETION_KEYS, ())
@@ -146,9 +160,9 @@ def plain_pair(record: Mapping[str, Any]) -> PlainPair | None:
         shape, used, elsewhere = 0, 1, _NOT_BESIDE_MESSAGES
     else:
         return None
-    if type(asked) is not str or type(answered) is not str or not asked or not answered:
+    if type(asked) is not str or type(answered) is not str:
         return None
-    if asked.isspace() or answered.isspace() or (len(record) > used and not elsewhere.isdisjoint(record)):
+    if is_blank(asked) or is_blank(answered) or (len(record) > used and not elsewhere.isdisjoint(record)):
         return None
     return PlainPair(system, asked, answered, shape, used)
 
@@ -307,7 +321,7 @@ def _check_turns(messages: list[Message], purpose: Purpose, train_on_what: str, 
         final_run -= 1
     every = purpose == "train" and train_on_what in TRAINS_EVERY_ASSISTANT
     for index, turn in enumerate(messages):
-        if turn["content"].strip():
+        if not is_blank(turn["content"]):
             continue
         if turn["role"] == "user":
             raise RowFault(f"turn {index + 1} (user) is empty")

@@ -80,10 +80,18 @@ def load_run_data(
         ("evaluation", eval_file, "eval"),
         ("test", test_file, "eval"),
     )
+    unread: list[str] = []
     for name, path, purpose in places:
         if path is not None:
-            files[name], found = read_rows(path, purpose, category_field, train_on_what)
-            faults += found
+            try:
+                files[name], found = read_rows(path, purpose, category_field, train_on_what)
+            except DataError as error:
+                unread.append(str(error))
+            else:
+                faults += found
+    if unread:
+        raise_faults(faults, "".join(f"\n{reason}" for reason in unread))
+        raise DataError("\n".join(unread))
     refuse_same_file(files, allow_overlap=allow_overlap)
     train, pool = files["training"], files.get("pool")
     for row, other in shared_ids(train.rows, pool.rows) if pool else ():
