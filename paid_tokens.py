@@ -37,7 +37,7 @@ def paid_tokens(folder: CheckpointManager, round: int) -> dict[str, int]:
         rows, _ = durable_files.read_jsonl(file, missing_ok=True)
         asked += [SampleResult.from_row(row) for row in rows]
     return run_summary.token_counts(
-        trained=sum(event["tokens"] for event in events if event["event"] == "step" and event["round"] == round),
+        trained=sum(event["tokens"] for event in events if event.get("event") == "step" and event["round"] == round),
         likelihood=forward_tokens(folder, round),
         samples=asked,
     )

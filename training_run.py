@@ -169,7 +169,10 @@ class TrainingRun:
     async def client(self, round: int) -> tinker.TrainingClient:
         """The training client, holding the weights that `round` needs; made or restored on first use."""
         if self._client is None:
+            told = len(self.folder.notes)
             start = self._start_point(round)
+            for note in self.folder.notes[told:]:
+                self.log.warn(note, round=round)
             if start is not None and start.state_path is not None:
                 self.log.say(f"restoring {start.name} (step {start.step}) with its optimizer state")
                 self._client = await self.backend.restore_training_client(start.state_path)
