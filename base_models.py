@@ -66,6 +66,15 @@ def cache_dir() -> Path:
     return Path(asked).expanduser() if asked else Path.home() / ".cache" / "eval-loop"
 
 
+def share_cache_dir() -> None:
+    """Have torch and matplotlib keep their own caches in `cache_dir` too, unless their variables name other places.
+
+    For programs, before either is imported.
+    """
+    for variable, folder in (("TORCHINDUCTOR_CACHE_DIR", "torchinductor"), ("MPLCONFIGDIR", "matplotlib")):
+        os.environ.setdefault(variable, str(cache_dir() / folder))
+
+
 def resolve_base_model(name: str) -> BaseModel:
     """The model that the local engine serves under `name`.
 

@@ -128,7 +128,7 @@ def _parse_value(text: str) -> Any:
             return [_parse_value(item) for item in _split_items(text[1:-1])]
         if text.startswith(("{", "[", '"')):
             reason = f"not valid JSON: {err.msg} at character {err.pos + 1} of {text}"
-            raise ValueError(_on_one_line(reason)) from err
+            raise ValueError(on_one_line(reason)) from err
     if _LOOSE_NUMBER.fullmatch(text):
         return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
     return text
@@ -149,7 +149,7 @@ def _split_items(text: str) -> list[str]:
             start = position + 1
     items.append(text[start:].strip())
     if "" in items:
-        raise ValueError(_on_one_line(f"an empty item in the list [{text}]"))
+        raise ValueError(on_one_line(f"an empty item in the list [{text}]"))
     return items
 
 
@@ -174,10 +174,11 @@ def dotted(path: KeyPath) -> str:
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return _on_one_line(text)
+    return on_one_line(text)
 
 
-def _on_one_line(text: str) -> str:
+def on_one_line(text: str) -> str:
+    """`text` with what does not print, line ends among it, as escapes."""
     return text if text.isprintable() else "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 

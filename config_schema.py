@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, Validat
 from pydantic.fields import FieldInfo
 
 from config_faults import Fault, explain, secrets
-from config_file import KeyPath, dotted, in_json, parse_override, read_json_object, unusable_values
+from config_file import KeyPath, dotted, in_json, on_one_line, parse_override, read_json_object, unusable_values
 from config_groups import (
     BudgetConfig,
     Count,
@@ -202,7 +202,7 @@ def load_and_validate_config(path: str | os.PathLike[str], overrides: Sequence[s
         line = next((written.lines[prefix] for prefix in prefixes if prefix in written.lines), None)
         by_override = any(prefix in overridden for prefix in prefixes)
         place = "command line" if by_override else f"{written.path}:{line}" if line else str(written.path)
-        faults.append(f"{place}: {dotted(where)}: {message}")
+        faults.append(on_one_line(f"{place}: {dotted(where)}: {message}"))
     if faults or config is None:
         raise ConfigurationError("\n".join(dict.fromkeys(faults)))
     return config

@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -132,7 +133,7 @@ async def _run(
 
     from inspect_model import delivering, sampler_model
 
-    with _contained(log_dir), delivering(delivery):
+    with _contained(log_dir, [task.name for task in tasks]), delivering(delivery):
         running = asyncio.ensure_future(
             eval_async(
                 list(tasks),
@@ -236,11 +237,11 @@ def _rules(plan: PlannedTask) -> TaskRules:
 
 
 @contextlib.contextmanager
-def _contained(log_dir: Path) -> Iterator[None]:
+def _contained(log_dir: Path, tasks: Iterable[str]) -> Iterator[None]:
     """Keep Inspect's display, logging and side files from reaching beyond this evaluation.
 
     It prints to the terminal, adds a handler to the root logger, lowers that logger's level, and writes a trace into
-    the user's data folder.
+    the user's data folder. It names a log after its task, also where no file can have that name.
     """
     from inspect_ai.util._display import init_display_type
 
@@ -249,6 +250,8 @@ def _contained(log_dir: Path) -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     wanted = {"XDG_DATA_HOME": str(log_dir.resolve() / "inspect_data"), "INSPECT_TRACE_LEVEL": "WARNING"}
+    if not all(re.fullmatch(r"[\w./-]{1,100}", name) for name in tasks):
+        wanted["INSPECT_EVAL_LOG_FILE_PATTERN"] = "{id}"
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:

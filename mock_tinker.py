@@ -217,6 +217,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until interrupted. Prints one line with the URL once requests are answered."""
     args = _parser().parse_args(argv)
     logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    from base_models import share_cache_dir
+
+    share_cache_dir()
     try:
         server = LocalTinkerServer(
             args.state_dir,

@@ -310,8 +310,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return EXIT_USAGE
     try:
+        from base_models import share_cache_dir
         from logger import redact, visible
 
+        share_cache_dir()
         config = load_config(args, overrides)
         work = partial(tune, trials=args.tune) if is_tuning(args) else run_loop
         summary = asyncio.run(

@@ -1,6 +1,6 @@
 """Whatever a data file, a configuration or an override holds: it is used unchanged, or refused with its place.
 
-FUZZ_EXAMPLES=20000 TINKER_MOCK=1 python -m pytest -n 0 tests/test_fuzz.py      # a long search, another one each time
+    FUZZ_EXAMPLES=20000 python -m pytest -n 0 -o timeout=0 tests/test_fuzz.py    # a long search, another each time
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -33,12 +32,6 @@ def fuzz(usual: int) -> settings:
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-
-
-@pytest.fixture(autouse=True)
-def _no_limit_for_a_long_search(request: pytest.FixtureRequest) -> None:
-    if EXAMPLES:
-        request.node.add_marker(pytest.mark.timeout(0))
 
 
 # Rows
