@@ -29,8 +29,8 @@ _LINE_SUFFIXES = (".jsonl", ".ndjson")
 # To tell one object over many lines from rows with a broken first one the whole file is decoded. Beyond this many
 # bytes it is taken for rows, so that a fault is told without holding the file in memory.
 _SINGLE_OBJECT_LIMIT = 64_000_000
-# Deeper rows are refused: orjson writes no more levels, and what writes a sample of such a row would fail too, later.
-MAX_LEVELS = 254
+# Deeper rows are refused: Inspect's log holds no sample with about 250 levels, which is told only once it is paid for.
+MAX_LEVELS = 100
 _TOO_DEEP = f"nested too deeply, more than {MAX_LEVELS} objects or lists in each other"
 # orjson reads a whole number that does not fit 64 bits as a float; every float of that size is read again.
 _HUGE = 9e18
@@ -196,6 +196,8 @@ def plain_records(lines: list[bytes]) -> tuple[list[dict[str, Any]], list[bytes]
         return None
     if set(map(type, records)) != {dict} or not all(records):
         return None
+    if any(_may_be_deep(raw) and _levels(record) > MAX_LEVELS for raw, record in zip(lines, records, strict=True)):
+        return None
     # See `LineDecoder.decode` for what quotes tell.
     if list(map(bytes.count, lines, repeat(b'"'))) != list(map(bytes.count, canonical, repeat(b'"'))):
         return None
@@ -226,7 +228,8 @@ class LineDecoder:
             raw, offset = raw.removeprefix(codecs.BOM_UTF8), len(codecs.BOM_UTF8)
         try:
             record = orjson.loads(raw)
-            if type(record) is dict and record and not holds_huge(record.values()):
+            deep = _may_be_deep(raw) and _levels(record) > MAX_LEVELS
+            if type(record) is dict and record and not deep and not holds_huge(record.values()):
                 canonical = orjson.dumps(record, option=orjson.OPT_SORT_KEYS)
                 # orjson keeps the last of repeated keys. What it dropped held quotes, so that fewer are left, unless
                 # the line writes a quote as an escape without one.
@@ -279,21 +282,25 @@ def canonical_json(record: Mapping[str, Any]) -> bytes:
         raise RowFault(_TOO_DEEP) from error
     except ValueError as error:  # 1e999 is read as infinity
         raise RowFault("holds a number beyond the range of a float") from error
+    if _levels(record) > MAX_LEVELS:
+        raise RowFault(_TOO_DEEP)
     try:
         return orjson.dumps(record, option=orjson.OPT_SORT_KEYS)
-    except orjson.JSONEncodeError as error:
-        if _levels(record) > MAX_LEVELS:
-            raise RowFault(_TOO_DEEP) from error
-        return text  # numbers beyond 64 bits
+    except orjson.JSONEncodeError:  # numbers beyond 64 bits
+        return text
+
+
+def _may_be_deep(raw: bytes) -> bool:
+    return raw.count(b"[") + raw.count(b"{") > MAX_LEVELS
 
 
 def _levels(value: Any) -> int:
     """How deep objects and lists stand in each other; 1 for one that holds none."""
-    levels, inner = 0, [value]
+    levels, inner = 0, [value] if type(value) in (dict, list) else []
     while inner:
         levels += 1
         held = [part for outer in inner for part in (outer.values() if isinstance(outer, dict) else outer)]
-        inner = [part for part in held if isinstance(part, dict | list)]
+        inner = [part for part in held if type(part) in (dict, list)]
     return levels
 
 

@@ -4,8 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from config_schema import (
@@ -439,58 +437,3 @@ def test_the_shipped_configurations_are_valid_and_their_files_exist(name):
     files = [config.train_file, config.eval_file, config.selection.pool_file]
     assert [path for path in files if path is None or not os.path.isfile(path)] == []
     assert config.resolved_warmup_steps < config.planned_steps
-
-
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.integers(10**300, 10**320) | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=6,
-)
-KNOWN_KEYS = [key for key, *_ in describe_config()] + list(TrainingConfig.model_fields)
-KEYS = st.sampled_from(KNOWN_KEYS) | st.text(max_size=10)
-GROUP_KEYS = st.sampled_from([key.partition(".")[2] for key, *_ in describe_config() if "." in key])
-GROUPS = st.sampled_from(["evaluation", "decision", "selection", "budget", "heldout", "eval_tasks", "prices"])
-CONFIGS = st.dictionaries(KEYS, JSON_VALUES, max_size=5).flatmap(
-    lambda flat: st.dictionaries(GROUPS, st.dictionaries(GROUP_KEYS, JSON_VALUES, max_size=3), max_size=2).map(
-        lambda groups: {**MINIMAL, **flat, **groups}
-    )
-)
-FUZZ = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def load_or_refuse(path, overrides=()):
-    try:
-        config = load_and_validate_config(path, overrides)
-    except ConfigurationError as err:
-        assert str(err).strip()  # noqa: PT017 - any other exception must fail the test
-        str(err).encode("utf-8")
-        return None
-    path.write_text(json.dumps(config.to_json_dict()), encoding="utf-8")
-    assert load_and_validate_config(path) == config
-    return config
-
-
-@FUZZ
-@given(data=CONFIGS)
-def test_any_json_object_is_loaded_or_refused(tmp_path, data):
-    path = tmp_path / "conf.json"
-    path.write_text(json.dumps(data), encoding="utf-8")
-    config = load_or_refuse(path)
-    assert config is None or config.base_model == data["base_model"]
-
-
-@FUZZ
-@given(overrides=st.lists(st.tuples(KEYS, JSON_VALUES.map(json.dumps) | st.text(max_size=12)), max_size=4))
-def test_any_overrides_are_applied_or_refused(tmp_path, overrides):
-    path = tmp_path / "conf.json"
-    path.write_text(json.dumps(MINIMAL), encoding="utf-8")
-    config = load_or_refuse(path, [f"{key}={value}" for key, value in overrides])
-    assert config is None or config.eval_file is not None or config.eval_tasks
-
-
-@FUZZ
-@given(raw=st.binary(max_size=60) | st.text('{}[]",:\\ nul1e\n', max_size=30).map(lambda text: text.encode()))
-def test_any_bytes_are_loaded_or_refused(tmp_path, raw):
-    path = tmp_path / "conf.json"
-    path.write_bytes(raw)
-    assert load_or_refuse(path) is None

@@ -5,8 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import base_models
 import data_loader
@@ -684,66 +682,3 @@ def test_rows_that_the_renderer_refuses_are_told_together_with_their_lines(chat_
     with pytest.raises(DataError, match="2 of 3 rows cannot be rendered") as error:
         DataLoader(chat_format, max_seq_length=512).check(load_rows(path, purpose="train").rows)
     assert told_lines(error, "rows.jsonl") == [1, 3]
-
-
-# Whatever a file holds
-
-
-TEXT = st.text(st.characters(), max_size=12)
-VALUE = st.one_of(TEXT, st.none(), st.integers(), st.floats(), st.booleans(), st.lists(TEXT, max_size=2))
-TURN = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "assistant", "system", "tool", "User"]), "content": st.one_of(TEXT, VALUE)}
-)
-RECORD = st.one_of(
-    st.fixed_dictionaries({"prompt": TEXT, "completion": TEXT}),
-    st.fixed_dictionaries({"messages": st.lists(TURN, max_size=4)}),
-    st.fixed_dictionaries({"instruction": TEXT, "output": TEXT}, optional={"input": VALUE, "id": VALUE}),
-    st.fixed_dictionaries({"text": TEXT}, optional={"category": VALUE}),
-    st.dictionaries(st.sampled_from(["question", "answer", "text", "id", "x"]), VALUE, max_size=4),
-    VALUE,
-)
-
-
-def texts_of(value: object) -> list[str]:
-    if isinstance(value, dict):
-        return [text for part in value.values() for text in texts_of(part)]
-    if isinstance(value, list):
-        return [text for part in value for text in texts_of(part)]
-    return [value] if isinstance(value, str) else []
-
-
-@settings(
-    max_examples=250,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(records=st.lists(RECORD, min_size=1, max_size=4), ascii_only=st.booleans(), as_array=st.booleans())
-def test_a_file_gives_rows_with_unchanged_text_or_an_error_with_their_line(tmp_path, records, ascii_only, as_array):
-    lines = [json.dumps(record, ensure_ascii=ascii_only) for record in records]
-    path = tmp_path / ("rows.json" if as_array else "rows.jsonl")
-    content = "[\n" + ",\n".join(lines) + "\n]" if as_array else "\n".join(lines) + "\n"
-    path.write_bytes(content.encode("utf-8", "surrogatepass"))
-    first_line = 2 if as_array else 1
-    if not as_array and len(lines) == 1 and isinstance(records[0], list):
-        with pytest.raises(DataError, match="array"):
-            load_rows(path, purpose="train")
-        return
-    try:
-        loaded = load_rows(path, purpose="train")
-    except DataError as error:
-        faulty = [int(part.split(":")[0]) for part in str(error).split(f"{path}:")[1:]]
-        assert faulty
-        assert set(faulty) <= set(range(1, len(records) + 2))
-        if not as_array and len(set(faulty)) < len(lines):  # the lines that were not told are good ones
-            left = ["" if number in faulty else line for number, line in enumerate(lines, start=1)]
-            path.write_bytes("\n".join(left).encode("utf-8", "surrogatepass"))
-            rest = load_rows(path, purpose="train")
-            assert len(rest.rows) + rest.duplicates == len(lines) - len(set(faulty))
-        return
-    assert len(loaded.rows) + loaded.duplicates == len(records)
-    for kept in loaded.rows:
-        original = texts_of(records[kept.line - first_line])
-        for text in [turn["content"] for turn in kept.messages] + ([kept.text] if kept.text is not None else []):
-            assert text in original or text in {f"{a}\n\n{b}" for a in original for b in original}

@@ -1,6 +1,6 @@
 """Whatever a data file, a configuration or an override holds: it is used unchanged, or refused with its place.
 
-    FUZZ_EXAMPLES=20000 python -m pytest -n 0 -o timeout=0 tests/test_fuzz.py    # a long search, another each time
+FUZZ_EXAMPLES=20000 python -m pytest -n 0 -o timeout=0 tests/test_fuzz.py    # a long search, another each time
 """
 
 from __future__ import annotations
