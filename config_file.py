@@ -24,7 +24,8 @@ KeyPath = tuple[str | int, ...]
 """Where a value stands: `("evaluation", "max_tokens")`, `("eval_tasks", 0, "task")`."""
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
-_LOOSE_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_LOOSE_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+_MAX_LEVELS = 100  # of objects and lists in each other: what writes a configuration can follow these
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,11 @@ def read_json_object(path: str | os.PathLike[str]) -> WrittenConfig:
             f"{where}:{line}: not UTF-8 (byte 0x{raw[err.start]:02x} at offset {err.start}); save the file as UTF-8"
         ) from err
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_int=_whole_number)
     except json.JSONDecodeError as err:
         raise ConfigurationError(f"{where}:{err.lineno}:{err.colno}: not valid JSON: {err.msg}") from err
-    except (RecursionError, ValueError) as err:  # nested too deeply, or a number of thousands of digits
-        raise ConfigurationError(f"{where}: not usable as JSON: {err}") from err
+    except RecursionError as err:
+        raise ConfigurationError(f"{where}: objects or lists are nested too deeply") from err
     if not isinstance(data, dict):
         raise ConfigurationError(
             f"{where}: a configuration is one JSON object ({{...}}), this file holds {in_json(data)}"
@@ -74,6 +75,14 @@ def read_json_object(path: str | os.PathLike[str]) -> WrittenConfig:
             faults.append(f"{where}:{line}: {dotted(key)}: written twice, first on line {lines[key]}; keep one")
         lines[key] = line
     return WrittenConfig(where, data, lines, tuple(faults))
+
+
+def _whole_number(digits: str) -> int | float:
+    """The number; infinite, and so refused at its key, when it has more digits than the interpreter reads."""
+    try:
+        return int(digits)
+    except ValueError:
+        return math.inf
 
 
 def _key_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
@@ -116,13 +125,15 @@ def parse_override(argument: str, takes_text: Callable[[str], bool]) -> tuple[st
         return key, text
     try:
         return key, _parse_value(text)
-    except (ValueError, RecursionError) as err:
+    except RecursionError as err:
+        raise ConfigurationError(f"command line: {dotted((key,))}: nested too deeply") from err
+    except ValueError as err:
         raise ConfigurationError(f"command line: {dotted((key,))}: {err}") from err
 
 
 def _parse_value(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=_whole_number)
     except json.JSONDecodeError as err:
         if text.startswith("[") and text.endswith("]"):
             return [_parse_value(item) for item in _split_items(text[1:-1])]
@@ -130,7 +141,7 @@ def _parse_value(text: str) -> Any:
             reason = f"not valid JSON: {err.msg} at character {err.pos + 1} of {text}"
             raise ValueError(on_one_line(reason)) from err
     if _LOOSE_NUMBER.fullmatch(text):
-        return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
+        return _whole_number(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
     return text
 
 
@@ -155,8 +166,10 @@ def _split_items(text: str) -> list[str]:
 
 def unusable_values(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
     """(path, reason) of each value that no key may have, and of each such key: NaN, infinity, text that cannot be
-    stored as UTF-8."""
-    if isinstance(value, dict):
+    stored as UTF-8, objects and lists nested too deeply."""
+    if len(path) > _MAX_LEVELS:
+        yield path[:2], f"nested too deeply, more than {_MAX_LEVELS} objects or lists in each other"
+    elif isinstance(value, dict):
         for key, item in value.items():
             yield from unusable_values(key, (*path, key))
             yield from unusable_values(item, (*path, key))

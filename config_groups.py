@@ -19,7 +19,10 @@ Text = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
+# No run reaches a billion of anything counted; beyond, products of two counts stop being numbers to compute with.
+LARGEST_COUNT = 10**9
+Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
+TokenCount = Annotated[int, Field(ge=1, le=10**15)]
 
 
 class StrictModel(BaseModel):
@@ -124,7 +127,7 @@ class SelectionConfig(StrictModel):
 class BudgetConfig(StrictModel):
     """Limits of a run; null: none. The run stops before a round that would pass one."""
 
-    tokens: Count | None = Field(default=None, description="Tokens trained, prefilled and sampled, at least 1.")
+    tokens: TokenCount | None = Field(default=None, description="Tokens trained, prefilled and sampled, at least 1.")
     money: Positive | None = Field(default=None, description="Dollars, above 0; needs `prices` for the base model.")
     seconds: Positive | None = Field(default=None, description="Wall-clock seconds, above 0.")
 

@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 from config_faults import Fault, explain, secrets
 from config_file import KeyPath, dotted, in_json, on_one_line, parse_override, read_json_object, unusable_values
 from config_groups import (
+    LARGEST_COUNT,
     BudgetConfig,
     Count,
     DecisionConfig,
@@ -86,7 +87,7 @@ class TrainingConfig(StrictModel):
         default=0.8, description="Factor on the learning rate after a missed round, above 0 and at most 1."
     )
     min_lr: NotNegative = Field(default=1e-6, description="Lowest learning rate, 0 or more, at most `learning_rate`.")
-    warmup_steps: Annotated[int, Field(ge=0)] | None = Field(
+    warmup_steps: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] | None = Field(
         default=None,
         description="Steps of linear warm-up, fewer than the planned steps (`steps_per_round * max_rounds`); "
         f"null: {DEFAULT_WARMUP_STEPS}, or a tenth of the planned steps when that is fewer.",
@@ -98,7 +99,7 @@ class TrainingConfig(StrictModel):
     steps_per_round: Count = Field(default=1, description="Optimizer steps per round, at least 1.")
     eval_threshold: Share = Field(default=0.85, description="Validation score, 0..1, at which the target is met.")
     max_rounds: Count = Field(default=3, description="Most rounds of training, at least 1.")
-    max_seq_length: Annotated[int, Field(ge=2)] = Field(
+    max_seq_length: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = Field(
         default=2048,
         description="Longest training sequence in tokens, at least 2; longer rows are dropped and counted.",
     )

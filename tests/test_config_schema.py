@@ -145,6 +145,15 @@ def test_wrong_types_and_ranges_are_refused(write, key, value, reason):
     assert len(message.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "key", ["max_rounds", "steps_per_round", "batch_size", "max_steps", "warmup_steps", "evaluation.max_tokens"]
+)
+@pytest.mark.parametrize("value", ["1000000001", "9" * 4000, "9" * 5000, "１２"])
+def test_a_count_beyond_any_run_is_refused(write, key, value):
+    (line,) = [line for line in refusal(write(), f"{key}={value}").splitlines() if f": {key}: must be " in line]
+    assert len(line) < 200
+
+
 def test_a_whole_number_is_a_number(write):
     assert load_and_validate_config(write(evaluation={"temperature": 1}, min_lr=0)).evaluation.temperature == 1.0
 
@@ -348,10 +357,11 @@ def test_an_override_mends_a_fault_of_the_file(write):
         ("", ":1:1:", "not valid JSON"),
         ("[1, 2]", "", "one JSON object"),
         ("null", "", "one JSON object"),
-        ("{" + '"a":{' * 100_000, "", "not usable as JSON"),
-        ('{"seed": ' + "9" * 5000 + "}", "", "not usable as JSON"),
+        ("{" + '"a":{' * 100_000, "", "nested too deeply"),
+        ('{"seed": ' + "9" * 5000 + "}", ":1", "seed: must be a finite number"),
+        ('{"prices": ' + '{"a": ' * 200 + "1" + "}" * 201, ":1", "prices.a: nested too deeply, more than 100"),
     ],
-    ids=["value missing", "extra data", "empty", "list", "null", "deep", "long number"],
+    ids=["value missing", "extra data", "empty", "list", "null", "deep", "long number", "levels"],
 )
 def test_a_file_that_is_no_json_object_is_told_with_its_place(write, text, place, reason):
     message = refusal(write(text))
