@@ -99,5 +99,5 @@ def _import_file(path: Path, place: str) -> Any:
 def _import(name: str, place: str) -> Any:
     try:
         return importlib.import_module(name)
-    except Exception as err:
+    except (Exception, SystemExit) as err:
         raise ConfigurationError(f"{place}: importing {name} failed: {type(err).__name__}: {err}") from err

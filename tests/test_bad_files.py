@@ -121,7 +121,7 @@ def test_a_file_that_is_no_jsonl_is_told_once_as_what_it_is(tmp_path, content, r
             ["1: holds a whole number of 5000 digits, more than can be read"],
         ),
         (b'{"prompt": "a", "completion": "b", "x": [[{"": 1, "": 2}]]}', ["1: the key '' appears more than once"]),
-        (b'{"prompt": "a", "completion": "b", "x": ' + b"[" * 300 + b"]" * 300 + b"}", ["1: nested too deeply"]),
+        (b'{"prompt": "a", "completion": "b", "x": ' + b"[" * MAX_LEVELS + b"]" * MAX_LEVELS + b"}", ["1: nested too"]),
         (b'{"prompt": "a", "completion": "b", "x": ' + b"[" * 10**6, ["1: nested too deeply"]),
         (b" \n\t\r\n", ["1: the file holds no rows"]),
         (codecs.BOM_UTF8, ["1: the file holds no rows"]),

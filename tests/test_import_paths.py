@@ -52,6 +52,7 @@ def test_an_installed_module_is_imported_as_python_finds_it():
     ("source", "name", "message"),
     [
         ("def f(x):\n    return x\n1 / 0\n", "broken_of_test", "importing broken_of_test failed: ZeroDivisionError"),
+        ("import sys\nsys.exit(0)\n", "leaving_of_test", "importing leaving_of_test failed: SystemExit: 0"),
         ("f = 3\n", "number_of_test", "f is of type int, expected a plain function"),
         ("def f(x):\n    return x\n", "json", "another module is called json .*; rename the file"),
     ],
