@@ -103,7 +103,7 @@ def test_signs_and_scripts_without_spaces():
     assert near(rows("教えて：最後のフェリーは何時に出ますか", "最初のバスはどこに止まりますか"), japanese).keys() == {
         "train:0"
     }
-    assert NearMatcher(["Hi you"]).match_text("Hi you there") is None  # two words are compared as a whole only
+    assert NearMatcher(["Hi you"]).match_text("Hi you there") == []  # two words are compared as a whole only
 
 
 def test_the_nearest_pair_is_the_same_whether_all_pairs_are_compared_or_few(monkeypatch):
@@ -150,6 +150,8 @@ def test_near_matches_are_left_out_of_training_file_and_pool(tmp_path, monkeypat
             "item": "eval:1",
             "item_where": f"{tmp_path}/eval.jsonl:1",
             "score": 1.0,
+            "without_shared_sentences": False,
+            "kept": False,
         },
         {
             "id": "pool:1",
@@ -157,6 +159,8 @@ def test_near_matches_are_left_out_of_training_file_and_pool(tmp_path, monkeypat
             "item": "eval:1",
             "item_where": f"{tmp_path}/eval.jsonl:1",
             "score": 1.0,
+            "without_shared_sentences": False,
+            "kept": False,
         },
     ]
     assert not data.on_training_data
