@@ -230,8 +230,8 @@ class _Size:
         return np.bincount(postings[beside], minlength=len(self._holders))
 
     def _gaps(self, row: str, numbers: np.ndarray, item: int) -> list[tuple[int, int]]:
-        """(n-gram of the item at which a run of missing ones begins, hash of the word that stands in a row in place of
-        the item's), but for gaps where the row begins or ends."""
+        """(place of a word in the item, hash of the word that stands there in a row) at each run of n-grams that the
+        row lacks, but for those where the row begins or ends."""
         import numpy as np
 
         wanted, held = self._in_order[item], _hashes(_mixed(numbers), self.n)
@@ -240,11 +240,12 @@ class _Size:
             return []
         hashes, _ = word_hashes([row], "symbols")
         gaps = []
-        for place in np.flatnonzero(~there & np.append(True, there[:-1])).tolist():
-            if place:  # after the n-gram before it
-                at = int(np.argmax(held == wanted[place - 1])) + self.n
-            else:  # before the first one held
-                at = int(np.argmax(held == wanted[np.argmax(there)])) - 1
+        for first in np.flatnonzero(~there & np.append(True, there[:-1])).tolist():
+            if first:  # the word after the n-gram before it
+                place, at = first + self.n - 1, int(np.argmax(held == wanted[first - 1])) + self.n
+            else:  # the word before the first one held
+                begin = int(np.argmax(there))
+                place, at = begin - 1, int(np.argmax(held == wanted[begin])) - 1
             if 0 <= at < len(hashes):
                 gaps.append((place, int(hashes[at])))
         return gaps
