@@ -49,7 +49,7 @@ async def ask_checkpoint(
         max_tokens=settings.max_tokens,
         temperature=settings.temperature,
         seed=prepared.config.seed,
-        watch=tinker_backend.Watch(is_alive=backend.is_alive),
+        watch=backend.watch,
     )
     known = folder.load_samples(round)
     answered = sum(sample.error is None for sample in known)

@@ -75,6 +75,7 @@ class TrainingRun:
         self.log = log
         self.stop = stop
         self._watch = tinker_backend.Watch(note=log.say, is_alive=backend.is_alive, stop=stop)
+        backend.watch = self._watch
         self._client: tinker.TrainingClient | None = None
         self._started = time.monotonic()
         self._wall_before: float = folder.load_state().get("wall_s", 0.0)
