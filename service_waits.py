@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from error_handling import (
     AuthenticationError,
@@ -24,6 +24,9 @@ from error_handling import (
     ServiceError,
     ServiceUnavailableError,
 )
+
+if TYPE_CHECKING:
+    import requests
 
 T = TypeVar("T")
 
@@ -38,6 +41,20 @@ STOP_GRACE_S = 60.0
 # So many looks in a row, `WAIT_NOTE_S` apart, find nobody: the service is gone and not just slow.
 LOOKS_BEFORE_GIVING_UP = 3
 _SLICE_S = 0.5
+
+
+def read_body(response: requests.Response, deadline: float, longest: int) -> None:
+    """Read the body of a streamed answer, which by itself may trickle in or never end, until `deadline` (monotonic
+    seconds) and at most `longest` bytes; raises `requests.ReadTimeout` beyond."""
+    import requests
+
+    body = bytearray()
+    for part in response.iter_content(2**16):
+        body += part
+        if time.monotonic() > deadline or len(body) > longest:
+            response.close()
+            raise requests.ReadTimeout("the answer does not end")
+    response._content = bytes(body)
 
 
 @dataclass

@@ -41,7 +41,7 @@ from error_handling import (
     is_transient_status,
     retry_after_seconds,
 )
-from service_waits import WAIT_NOTE_S, Watch, in_thread, listen_to_queue, translate_error, wait_for
+from service_waits import WAIT_NOTE_S, Watch, in_thread, listen_to_queue, read_body, translate_error, wait_for
 
 if TYPE_CHECKING:
     import tinker
@@ -146,7 +146,7 @@ class Backend:
             wait_s = RETRY_S
             try:
                 response = requests.get(url, params=params, headers=headers, timeout=left, stream=True)
-                _read(response, deadline)
+                read_body(response, deadline, LONGEST_ANSWER)
                 if not is_transient_status(response.status_code):
                     return response
                 wait_s = retry_after_seconds(response.headers.get("Retry-After")) or RETRY_S
@@ -500,19 +500,6 @@ def _load_tokenizer(folder: Path) -> Any:
     import base_models
 
     return base_models.load_tokenizer(folder)
-
-
-def _read(response: Any, deadline: float) -> None:
-    """Read the body of a streamed answer, which by itself may come without end, until `deadline`."""
-    import requests
-
-    body = bytearray()
-    for part in response.iter_content(2**16):
-        body += part
-        if time.monotonic() > deadline or len(body) > LONGEST_ANSWER:
-            response.close()
-            raise requests.ReadTimeout("the answer does not end")
-    response._content = bytes(body)
 
 
 def _may_pass(err: Exception) -> bool:
