@@ -13,7 +13,7 @@ import asyncio
 import concurrent.futures
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -201,12 +201,25 @@ def translate_error(err: BaseException, what: str) -> EvalLoopError:
         return err
     import tinker
 
-    if isinstance(err, tinker.AuthenticationError | tinker.PermissionDeniedError):
-        return AuthenticationError(f"{what}: the service refused the API key ({err}). Check TINKER_API_KEY.")
-    if isinstance(err, tinker.APIConnectionError | asyncio.TimeoutError | ConnectionError):
-        return ServiceUnavailableError(f"{what}: the service did not answer ({type(err).__name__}).")
-    if isinstance(err, tinker.RequestFailedError):
+    from tinker.lib.retryable_exception import RetryableException
+
+    # Some of the SDK's errors are wrapped into a ValueError about its own bookkeeping.
+    told = next((cause for cause in _causes(err) if isinstance(cause, tinker.TinkerError)), err)
+    if isinstance(told, tinker.AuthenticationError | tinker.PermissionDeniedError):
+        return AuthenticationError(f"{what}: the service refused the API key ({told}). Check TINKER_API_KEY.")
+    if isinstance(err, RetryableException):
+        return ServiceError(f"{what}: the service does not know of the request any more; it was probably restarted")
+    if isinstance(told, tinker.APIConnectionError | asyncio.TimeoutError | ConnectionError):
+        return ServiceUnavailableError(f"{what}: the service did not answer ({type(told).__name__}).")
+    if isinstance(told, tinker.RequestFailedError):
         # The SDK wraps the service's words in its own bookkeeping, which helps nobody.
-        said = err.message.removeprefix("Request failed: ").split(" for self.request_id=", 1)[0]
+        said = told.message.removeprefix("Request failed: ").split(" for self.request_id=", 1)[0]
         return ServiceError(f"{what}: {said}")
-    return ServiceError(f"{what}: {type(err).__name__}: {err}")
+    return ServiceError(f"{what}: {type(told).__name__}: {told}")
+
+
+def _causes(err: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = err
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__

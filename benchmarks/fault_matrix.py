@@ -133,6 +133,16 @@ FAILS = {
 }
 
 
+KNOWS_NOTHING = r"does not know of the request any more; it was probably restarted|there is no (model|session)"
+RESTARTED = {
+    "forward_backward": (1, f"waiting for the gradients of step 3: .*({KNOWS_NOTHING})"),
+    "optim_step": (1, f"waiting for the (gradients|update) of step [12]: .*({KNOWS_NOTHING})"),
+    "save_weights": (1, f"waiting for the state after step 2: .*({KNOWS_NOTHING})"),
+    "asample": (1, r"samples of eval_file failed"),
+    "create_sampling_session": (1, r"samples of eval_file failed"),
+}
+
+
 def cells() -> list[Cell]:
     """The matrix, row by row."""
     found = []
@@ -165,21 +175,13 @@ def cells() -> list[Cell]:
             "load_weights",
             "state expired",
             ({"call": "load_weights", "kind": "expire", "newest": "weights"},),
-            (STEP_FAILED, (1, r"cannot be restored: .*has expired")),
+            (STEP_FAILED,),
             (INTERRUPTED,),
         ),
     ]
     for call in ("forward_backward", "optim_step", "save_weights", "asample", "create_sampling_session"):
         held = {"call": call, "kind": "delay", "seconds": 600, "after": CALLS[call]}
-        found.append(
-            Cell(
-                call,
-                "server restarted",
-                (held,),
-                ((1, r"restart|no session|samples of eval_file failed"),),
-                restart=True,
-            )
-        )
+        found.append(Cell(call, "server restarted", (held,), (RESTARTED[call],), restart=True))
     return found
 
 
