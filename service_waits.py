@@ -200,7 +200,6 @@ def translate_error(err: BaseException, what: str) -> EvalLoopError:
     if isinstance(err, EvalLoopError):
         return err
     import tinker
-
     from tinker.lib.retryable_exception import RetryableException
 
     # Some of the SDK's errors are wrapped into a ValueError about its own bookkeeping.

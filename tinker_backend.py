@@ -116,6 +116,29 @@ class Backend:
         return place[self.kind] if self.kind == "embedded" else f"{place[self.kind]} {self.base_url}"
 
     def _get(self, path: str, limit_s: float = CONNECT_LIMIT_S, *, again: bool = True, **params: str) -> Any:
+        """`_fetch`, with a refusal of the key raised as `AuthenticationError`."""
+        response = self._fetch(path, limit_s, again=again, **params)
+        if response.status_code in (401, 403):
+            raise self._key_refused(response)
+        return response
+
+    def check_key(self) -> None:
+        """Raise `AuthenticationError` for a key that the service does not know, however much it tells to anybody.
+
+        Asks for what every server that has it gives to its own clients alone. A key may be good and have no right to
+        it, so only 401 counts.
+        """
+        response = self._fetch("training_runs", limit="1")
+        if response.status_code == 401:
+            raise self._key_refused(response)
+
+    def _key_refused(self, response: Any) -> AuthenticationError:
+        return AuthenticationError(
+            f"the Tinker service at {self.base_url} refused the API key (HTTP {response.status_code}). "
+            "Check TINKER_API_KEY."
+        )
+
+    def _fetch(self, path: str, limit_s: float = CONNECT_LIMIT_S, *, again: bool = True, **params: str) -> Any:
         """GET `path` within `limit_s` seconds; raises as `wait_for` does. Returns the `requests.Response`, fully read.
 
         With `again`, what can pass (no connection, 408, 425, 429, 5xx) is tried anew while there is time.
@@ -130,11 +153,6 @@ class Backend:
                 if time.monotonic() >= deadline or asked.done():
                     raise self._unreachable(f"{limit_s:g} s passed") from err
                 self.watch.say(f"still waiting for {path} of the {self.describe()}")
-        if response.status_code in (401, 403):
-            raise AuthenticationError(
-                f"the Tinker service at {self.base_url} refused the API key (HTTP {response.status_code}). "
-                "Check TINKER_API_KEY."
-            )
         return response
 
     def _ask(self, path: str, params: Mapping[str, str], deadline: float, again: bool) -> Any:
@@ -145,7 +163,10 @@ class Backend:
             left = max(0.1, deadline - time.monotonic())
             wait_s = RETRY_S
             try:
-                response = requests.get(url, params=params, headers=headers, timeout=left, stream=True)
+                # A redirect would take the key to wherever it leads.
+                response = requests.get(
+                    url, params=params, headers=headers, timeout=left, stream=True, allow_redirects=False
+                )
                 read_body(response, deadline, LONGEST_ANSWER)
                 if not is_transient_status(response.status_code):
                     return response
@@ -400,6 +421,8 @@ def connect(
     status = "errored"
     try:
         backend.models()
+        if backend.kind != "embedded":
+            backend.check_key()
         yield backend
         status = "success"
     except (KeyboardInterrupt, asyncio.CancelledError):

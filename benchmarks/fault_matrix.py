@@ -102,8 +102,10 @@ REFUSALS: dict[str, Fault] = {
 # Every call that a run makes, and how many of that name pass before the fault.
 CALLS: dict[str, int] = {
     "get_server_capabilities": 0,
+    "training_runs": 0,
     "tokenizer_files": 0,
     "client/config": 0,
+    "auth/token": 0,
     "client/dynamic_config": 0,
     "create_session": 0,
     "create_model": 0,
@@ -122,6 +124,8 @@ CALLS: dict[str, int] = {
 # The third step fails, so that the run is resumed from the state after the second.
 INTERRUPTED: Fault = {"call": "optim_step", "kind": "fail", "after": 2}
 STEP_FAILED = (1, r"update of step 3: the fault plan lets this optim_step fail")
+# The SDK's first sign of life comes after ten seconds.
+LONG_STEP: Fault = {"call": "optim_step", "kind": "delay", "seconds": 12, "after": 1}
 FAILS = {
     "create_model": r"a new LoRA adapter on Qwen/Qwen3-8B: the fault plan lets this create_model fail",
     "forward_backward": r"gradients of step 3: the fault plan lets this forward_backward fail",
@@ -179,6 +183,8 @@ def cells() -> list[Cell]:
             (INTERRUPTED,),
         ),
     ]
+    for name, fault in (("503", status(503, 1)), ("connection dropped", {"kind": "drop"}), ("410", status(410, 1))):
+        found.append(Cell("session_heartbeat", name, ({"call": "session_heartbeat", **fault},), (), (LONG_STEP,)))
     for call in ("forward_backward", "optim_step", "save_weights", "asample", "create_sampling_session"):
         held = {"call": call, "kind": "delay", "seconds": 600, "after": CALLS[call]}
         found.append(Cell(call, "server restarted", (held,), (RESTARTED[call],), restart=True))
