@@ -251,7 +251,8 @@ class Backend:
 
     def get_tokenizer(self, model: str) -> Any:
         """The tokenizer of `model`: see `get_tokenizer`."""
-        if (Path(model) / "tokenizer_config.json").is_file():
+        # Never through the cookbook, which runs programs that lie in a folder.
+        if (Path(model) / "tokenizer_config.json").is_file() or (Path(model) / "tokenizer.json").is_file():
             return _load_tokenizer(Path(model))
         info = self._engine_info(model)
         if info is not None:
@@ -261,7 +262,7 @@ class Backend:
         except ImportError:
             from transformers import AutoTokenizer
 
-            return AutoTokenizer.from_pretrained(model)
+            return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         try:
             return tokenizer_utils.get_tokenizer(model)
         except Exception as err:
