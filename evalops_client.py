@@ -37,7 +37,7 @@ from error_handling import (
     retry_after_seconds,
     retry_transient,
 )
-from logger import HIDDEN, redact, utc_now, visible
+from logger import HIDDEN, one_line, redact, utc_now, visible
 from service_waits import in_thread, read_body
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 DEFAULT_API_URL = "https://api.evalops.dev"
 TEST_RUNS_PATH = "/api/v1/test-runs/"
 LONGEST_ANSWER = 2**20
+LONGEST_QUOTE = 300
 
 # A test run in one of these is still going; any other state is an end, also one this version has not heard of.
 ACTIVE_STATES = frozenset(
@@ -299,7 +300,7 @@ class EvalOpsClient:
         return request
 
     def _failure(self, method: str, path: str, response: requests.Response) -> str:
-        said = self._safe(_server_message(response.text))
+        said = self._safe(_server_message(response.text))[:LONGEST_QUOTE]
         return f"EvalOps answered {response.status_code} to {method} {redact(self.api_url)}{path}: {said}"
 
     def _answer(self, method: str, path: str, response: requests.Response) -> dict[str, Any]:
@@ -312,13 +313,16 @@ class EvalOpsClient:
         if not isinstance(answer, dict):
             raise EvalOpsRequestError(
                 f"EvalOps answered {response.status_code} to {method} {redact(self.api_url)}{path} with something else "
-                f"than a JSON object: {self._safe(response.text[:200])!r}; check EVALOPS_API_URL",
+                f"than a JSON object: {self._safe(response.text)[:LONGEST_QUOTE]!r}; check EVALOPS_API_URL",
                 status=response.status_code,
             )
         return answer
 
     def _safe(self, text: str) -> str:
-        return redact(visible(text.replace(self._key, HIDDEN)))
+        # Before anything is cut off, so that no part of the key is left.
+        for key in (self._key, json.dumps(self._key)[1:-1]):
+            text = text.replace(key, HIDDEN)
+        return redact(one_line(" ".join(text.split())))
 
 
 def training_results_payload(
@@ -386,7 +390,11 @@ def submit_or_keep(
 
 def keep(payload: Mapping[str, Any], outbox_path: Path | str, *, idempotency_key: str, error: str = "") -> None:
     """Put a submission into the outbox, unless it is there already; `error` says why it was not sent."""
-    if all(row["idempotency_key"] != idempotency_key for row in unsent(outbox_path)):
+    try:
+        known = {row["idempotency_key"] for row in unsent(outbox_path)}
+    except DataError:
+        known = set()  # whoever sends will be told of the damage; nothing is lost meanwhile
+    if idempotency_key not in known:
         row = {"idempotency_key": idempotency_key, "kept_at": utc_now(), "error": redact(error)}
         durable_files.append_line(outbox_path, {**row, "payload": dict(payload)})
 
@@ -495,7 +503,7 @@ def _path_of(test_run_id: str) -> str:
 
 
 def _server_message(text: str) -> str:
-    """What an error answer says: its message field when it is JSON, else the start of its text."""
+    """What an error answer says: its message field when it is JSON, else its text."""
     try:
         answer = json.loads(text)
     except ValueError:
@@ -506,8 +514,8 @@ def _server_message(text: str) -> str:
             if isinstance(said, dict):
                 said = said.get("message")
             if said:
-                return str(said)[:300]
-    return " ".join(text.split())[:300] or "no message"
+                return str(said)
+    return text.strip() or "no message"
 
 
 if __name__ == "__main__":

@@ -132,6 +132,11 @@ def visible(text: str) -> str:
     return _UNSAFE.sub(lambda match: match.group().encode("unicode_escape").decode("ascii"), text)
 
 
+def one_line(text: str) -> str:
+    r"""`visible`, and line ends written out too: text from data that stands within a line cannot begin another."""
+    return visible(text).replace("\n", "\\n")
+
+
 def utc_now() -> str:
     """The time now as ISO 8601 in UTC with milliseconds, as events carry it."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -41,6 +41,7 @@ from error_handling import (
     is_transient_status,
     retry_after_seconds,
 )
+from logger import redact
 from service_waits import WAIT_NOTE_S, Watch, in_thread, listen_to_queue, read_body, translate_error, wait_for
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ SESSION_LIMIT_S = 330.0
 STATE_INFO_LIMIT_S = 30.0
 RETRY_S = 0.5
 NOT_IMPLEMENTED = 501
+LONGEST_QUOTE = 2000
 LONGEST_ANSWER = 256 * 2**20
 
 
@@ -535,9 +537,10 @@ def _may_pass(err: Exception) -> bool:
 
 def _detail(response: Any) -> str:
     try:
-        return str(response.json().get("detail", response.text))
+        said = str(response.json().get("detail", response.text))
     except (ValueError, AttributeError):
-        return response.text[:500]
+        said = response.text
+    return redact(said)[:LONGEST_QUOTE]
 
 
 async def forward_backward_async(
