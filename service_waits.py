@@ -24,6 +24,7 @@ from error_handling import (
     ServiceError,
     ServiceUnavailableError,
 )
+from logger import redact, redact_values
 
 if TYPE_CHECKING:
     import requests
@@ -196,9 +197,15 @@ def _state(queued: str | None, alive: bool | None) -> str:
 
 
 def translate_error(err: BaseException, what: str) -> EvalLoopError:
-    """An SDK error as one of ours, saying what was being done. Errors of ours are returned unchanged."""
+    """An SDK error as one of ours, saying what was being done. Errors of ours are returned unchanged.
+
+    What the service said may quote the request: keys are masked, also in `err` and its causes, of which a traceback
+    would tell.
+    """
     if isinstance(err, EvalLoopError):
         return err
+    for cause in _causes(err):
+        cause.args = tuple(redact_values(cause.args))
     import tinker
     from tinker.lib.retryable_exception import RetryableException
 
@@ -212,7 +219,7 @@ def translate_error(err: BaseException, what: str) -> EvalLoopError:
         return ServiceUnavailableError(f"{what}: the service did not answer ({type(told).__name__}).")
     if isinstance(told, tinker.RequestFailedError):
         # The SDK wraps the service's words in its own bookkeeping, which helps nobody.
-        said = told.message.removeprefix("Request failed: ").split(" for self.request_id=", 1)[0]
+        said = redact(told.message).removeprefix("Request failed: ").split(" for self.request_id=", 1)[0]
         return ServiceError(f"{what}: {said}")
     return ServiceError(f"{what}: {type(told).__name__}: {told}")
 

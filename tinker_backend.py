@@ -418,8 +418,10 @@ def connect(
     `ConfigurationError` without a usable key, `ServiceUnavailableError` or `AuthenticationError` within
     `CONNECT_LIMIT_S` seconds when the service does not answer or refuses.
     """
-    # A usage report that the SDK cannot deliver is told with a traceback, which would bury what matters.
-    logging.getLogger("tinker.lib.telemetry").setLevel(logging.CRITICAL)
+    # A usage report that the SDK cannot deliver is told with a traceback, which would bury what matters; a request that
+    # failed is raised anyway, and without what the service may have quoted of it.
+    for name in ("tinker.lib.telemetry", "tinker.lib.retry_handler"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     backend = _open(engine_dir, env, adopt, adopt_from)
     status = "errored"
     try:

@@ -503,13 +503,14 @@ def test_waiting_ends_at_its_limit_though_the_service_is_silent_or_asks_for_pati
     assert time.monotonic() - started < 20
 
 
-def test_a_run_is_not_stopped_by_a_missing_key_or_a_damaged_outbox(tmp_path):
+def test_a_run_is_not_stopped_by_a_missing_key_or_a_damaged_outbox(tmp_path, monkeypatch):
     outbox = tmp_path / "outbox.jsonl"
     assert "EvalOps needs a key" in (evalops_client.submit_round({"name": "n"}, outbox, None, "r-1") or "")
     assert [row["idempotency_key"] for row in unsent(outbox)] == ["r-1"]
     result = evalops_client.send_kept(outbox, None)
     assert (result.sent, result.left) == (0, 1)
     assert "EvalOps needs a key" in result.errors[0]
+    monkeypatch.setenv("EVALOPS_API_KEY", KEY)
     outbox.write_text("{broken\n" + outbox.read_text())
     assert "outbox.jsonl:1" in (evalops_client.submit_round({"name": "n"}, outbox, None, "r-2") or "")
     assert "outbox.jsonl:1" in evalops_client.send_kept(outbox, None).errors[0]

@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from inspect_ai.log import read_eval_log
 
+import evalops_client
+import trainer_with_eval
 from logger import redact, visible
 from mock_tinker import LocalTinkerServer
 
@@ -99,30 +102,9 @@ class CommandLines(threading.Thread):
                     continue  # it has just ended
 
 
-# The programs as a person calls them, one after the other: (arguments, key). The evaluation's samples fail, the key is
-# wrong, a step fails, the run ends, and what EvalOps refused is sent again.
-PROGRAM = """
-import json, os, sys
-from pathlib import Path
-import evalops_client, trainer_with_eval
-
-codes = []
-key = os.environ["TINKER_API_KEY"]
-for number, arguments in enumerate([["--config", sys.argv[1]], *[["--resume"]] * 3]):
-    os.environ["TINKER_API_KEY"] = "tml-wrongmarked42" if number == 1 else key
-    sys.argv[1:] = arguments
-    codes.append(trainer_with_eval.main(arguments))
-(run,) = Path("runs").iterdir()
-codes.append(evalops_client.main(["flush", run.name]))
-from inspect_ai.log import read_eval_log
-
-for path in (run / "evals").rglob("*.eval"):
-    Path(f"unpacked-{path.stem}.json").write_text(read_eval_log(str(path)).model_dump_json())
-print("exit codes", json.dumps(codes))
-"""
-
-
-def test_no_key_is_left_by_a_whole_run_with_all_that_can_go_wrong(tmp_path: Path, evalops: Any) -> None:
+def test_no_key_is_left_by_a_whole_run_with_all_that_can_go_wrong(
+    tmp_path: Path, evalops: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     config = write_run(
         tmp_path,
         [{"question": f"The colour of thing {n}?", "answer": ("red", "blue")[n % 2]} for n in range(4)],
@@ -141,24 +123,27 @@ def test_no_key_is_left_by_a_whole_run_with_all_that_can_go_wrong(tmp_path: Path
     commands.start()
     with LocalTinkerServer(tmp_path / "engine", threads=1, api_key=TINKER_KEY, fault_plan=faults) as server:
         own = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "TINKER_MOCK": "", "TINKER_BASE_URL": server.base_url}
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(config)],
-            cwd=tmp_path,
-            env={**os.environ, **SECRETS, **own, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=220,
-            check=False,
-        )
+        for name, value in {**SECRETS, **own}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(tmp_path)
+        # The samples of the evaluation fail; the key is wrong; a step fails; the run ends.
+        codes = [trainer_with_eval.main(["--config", str(config)])]
+        monkeypatch.setenv("TINKER_API_KEY", "tml-wrongmarked42")
+        codes.append(trainer_with_eval.main(["--resume"]))
+        monkeypatch.setenv("TINKER_API_KEY", TINKER_KEY)
+        codes += [trainer_with_eval.main(["--resume"]) for _ in range(2)]
+        (run_dir,) = (tmp_path / "runs").iterdir()
+        codes.append(evalops_client.main(["flush", run_dir.name]))
     commands.stopped.set()
     commands.join()
-    text = done.stdout.decode()
-    assert "exit codes [1, 1, 1, 3, 1]" in text, text
+    for path in run_dir.rglob("*.eval"):
+        (tmp_path / f"unpacked-{path.stem}.json").write_text(read_eval_log(str(path)).model_dump_json())
+    text = "".join(capfd.readouterr())
+    assert codes == [1, 1, 1, 3, 1], text
     assert "refused the API key" in text
     assert text.count("refused: Authorization: Bearer [hidden]") >= 2
     assert "EvalOps did not take round 1: EvalOps answered 422" in text
     assert set(evalops.requests) == {f"Bearer {SECRETS['EVALOPS_API_KEY']}"}
-    (run_dir,) = (tmp_path / "runs").iterdir()
     assert json.loads((run_dir / "summary.json").read_text())["evalops_unsent"] == 2
     files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_relative_to(tmp_path / "engine")]
     names = {path.name for path in files}
@@ -166,8 +151,8 @@ def test_no_key_is_left_by_a_whole_run_with_all_that_can_go_wrong(tmp_path: Path
     assert {"evalops_outbox.jsonl", "round_00.jsonl"} <= names
     assert any(name.startswith("unpacked-") for name in names)
     assert [path for path in files if MARK in path.read_bytes()] == []
-    assert MARK not in done.stdout
-    assert any(b"exit codes" in line for line in commands.seen)
+    assert MARK.decode() not in text
+    assert any(b"pytest" in line for line in commands.seen)
     assert not [line for line in commands.seen if MARK in line]
     assert "Traceback" not in text
 
