@@ -146,12 +146,23 @@ def check_model_folder(folder: Path) -> None:
         pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
         note = f" ({pickled[0]} is not read: pickled weights can run code; save it as safetensors)" if pickled else ""
         missing.append("model.safetensors" + note)
+    elif pickled := _pickles_of_index(folder):
+        missing.append(f"safetensors in place of {pickled[0]}, which the index names: pickled weights can run code")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         missing.append("tokenizer.json")
     if missing:
         raise ConfigurationError(
             f"base_model: the folder {folder} is not a model in Hugging Face's format. Missing: {', '.join(missing)}."
         )
+
+
+def _pickles_of_index(folder: Path) -> list[str]:
+    """Files that the folder's index of weights names and that are no safetensors."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        return sorted({name for name in index["weight_map"].values() if not str(name).endswith(".safetensors")})
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        return []  # none, or one that whoever loads the weights will refuse
 
 
 def smollm2_folder() -> Path:

@@ -13,7 +13,7 @@ import simple_eval
 import tinker_backend
 from checkpoint_manager import CheckpointManager
 from evaluation import EVAL_FILE_TASK, EvaluationResult, SampleResult
-from logger import StructuredLogger
+from logger import StructuredLogger, one_line
 
 TRUNCATED_WARNING = 0.05
 """Share of replies cut at max_tokens above which the terminal says so."""
@@ -49,7 +49,7 @@ async def ask_checkpoint(
         max_tokens=settings.max_tokens,
         temperature=settings.temperature,
         seed=prepared.config.seed,
-        watch=tinker_backend.Watch(is_alive=backend.is_alive),
+        watch=backend.watch,
     )
     known = folder.load_samples(round)
     answered = sum(sample.error is None for sample in known)
@@ -118,4 +118,4 @@ def tell_score(row: Mapping[str, Any], max_tokens: int, log: StructuredLogger) -
 
 def _category(name: str, part: Mapping[str, Any]) -> str:
     interval = "" if part["ci_low"] is None else f" [{part['ci_low']:.2f}, {part['ci_high']:.2f}]"
-    return f"{name} {part['score']:.2f}{interval} (n = {part['n']})"
+    return f"{one_line(name)} {part['score']:.2f}{interval} (n = {part['n']})"

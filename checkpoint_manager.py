@@ -433,6 +433,12 @@ class CheckpointManager:
         self._need_lock()
         durable_files.write_json(self.summary_path, redact_values(summary))
 
+    def note_unsent(self, left: int) -> None:
+        """Write into the summary, where there is one, how many EvalOps submissions are left to send."""
+        summary = self.load_summary()
+        if summary is not None and summary.get("evalops_unsent") != left:
+            self.write_summary({**summary, "evalops_unsent": left})
+
     def load_summary(self) -> dict[str, Any] | None:
         """`summary.json`, None while the run is not finished."""
         return durable_files.read_json(self.summary_path) if self.summary_path.exists() else None

@@ -5,8 +5,9 @@
 
     python evalops_client.py flush RUN [--runs-dir runs]    # send what is still in a run's outbox
 
-In a training run submissions go through `submit_or_keep`: one that fails is kept and sent later, and never ends the
-run. Every submission carries an idempotency key, so that a repeated one is not counted twice.
+In a training run submissions go through `submit_or_keep`: they are in the outbox before they are sent, and one that
+fails stays there, is sent later, and never ends the run. Every submission carries an idempotency key, so that a
+repeated one is not counted twice.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from error_handling import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     ConfigurationError,
+    DataError,
     EvalLoopError,
     EvalOpsError,
     TransientError,
@@ -35,13 +37,16 @@ from error_handling import (
     retry_after_seconds,
     retry_transient,
 )
-from logger import HIDDEN, redact, utc_now, visible
+from logger import HIDDEN, one_line, redact, utc_now, visible
+from service_waits import in_thread, read_body
 
 if TYPE_CHECKING:
     import requests
 
 DEFAULT_API_URL = "https://api.evalops.dev"
 TEST_RUNS_PATH = "/api/v1/test-runs/"
+LONGEST_ANSWER = 2**20
+LONGEST_QUOTE = 300
 
 # A test run in one of these is still going; any other state is an end, also one this version has not heard of.
 ACTIVE_STATES = frozenset(
@@ -60,12 +65,21 @@ _REMEDIES = {
 
 
 class EvalOpsRequestError(EvalOpsError):
-    """A request failed. `status`: the HTTP status, None when no answer came; `transient`: it may succeed later."""
+    """A request failed. `status`: the HTTP status, None when no answer came; `transient`: it may succeed later, after
+    `retry_after` seconds where the server says so."""
 
-    def __init__(self, message: str, *, status: int | None = None, transient: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        transient: bool = False,
+        retry_after: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.transient = transient
+        self.retry_after = retry_after
 
 
 class EvalOpsTimeoutError(EvalOpsError, TimeoutError):
@@ -76,8 +90,8 @@ class EvalOpsClient:
     """Talks to the EvalOps API.
 
     `api_url` and `api_key` default to EVALOPS_API_URL (or the public service) and EVALOPS_API_KEY; without a key
-    `ConfigurationError`. `timeout` is seconds for connecting and for each wait for data. What can pass (timeouts,
-    dropped connections, 408, 425, 429 with Retry-After, 5xx) is tried up to `attempts` times.
+    `ConfigurationError`. `timeout` is seconds for a try, from the name's resolution to the answer's last byte. What can
+    pass (timeouts, dropped connections, 408, 425, 429 with Retry-After, 5xx) is tried up to `attempts` times.
     """
 
     def __init__(
@@ -148,23 +162,24 @@ class EvalOpsClient:
 
     def get_test_run(self, test_run_id: str) -> dict[str, Any]:
         """The test run as the server has it. Raises `EvalOpsRequestError`."""
-        return self._request("GET", f"{TEST_RUNS_PATH}{urllib.parse.quote(str(test_run_id), safe='')}")
+        return self._request("GET", _path_of(test_run_id))
 
     def wait_for_test_run(self, test_run_id: str, timeout_s: float = 600.0, poll_s: float = 2.0) -> dict[str, Any]:
         """Ask every `poll_s` seconds until the test run has ended, well or badly (see its `status`), and return it.
 
-        Raises `EvalOpsTimeoutError` after `timeout_s` seconds (a request under way then still ends by its own limit),
-        and `EvalOpsRequestError` at once for an answer that waiting would not mend.
+        Raises `EvalOpsTimeoutError` after `timeout_s` seconds, and `EvalOpsRequestError` at once for an answer that
+        waiting would not mend.
         """
         deadline = time.monotonic() + timeout_s
         seen = "no answer"
-        while True:
+        while (left := deadline - time.monotonic()) > 0:
+            pause = poll_s
             try:
-                test_run = self.get_test_run(test_run_id)
+                test_run = self._request("GET", _path_of(test_run_id), timeout=min(self.timeout, left), attempts=1)
             except EvalOpsRequestError as err:
                 if not err.transient:
                     raise
-                seen = str(err)
+                seen, pause = str(err), max(poll_s, err.retry_after or 0.0)
             else:
                 status = test_run.get("status")
                 if not isinstance(status, str) or not status:
@@ -172,13 +187,11 @@ class EvalOpsClient:
                 if status.strip().lower() not in ACTIVE_STATES:
                     return test_run
                 seen = f"status {status!r}"
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise EvalOpsTimeoutError(
-                    f"EvalOps test run {test_run_id} had not ended after {timeout_s:g} s (last: {seen}); "
-                    "ask for it again later, or allow more time"
-                )
-            time.sleep(min(poll_s, left))
+            time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
+        raise EvalOpsTimeoutError(
+            f"EvalOps test run {test_run_id} had not ended after {timeout_s:g} s (last: {seen}); "
+            "ask for it again later, or allow more time"
+        )
 
     def submit_training_results(
         self,
@@ -195,18 +208,26 @@ class EvalOpsClient:
         return self.post_test_run(payload, idempotency_key=idempotency_key)
 
     def _request(
-        self, method: str, path: str, payload: Mapping[str, Any] | None = None, idempotency_key: str | None = None
+        self,
+        method: str,
+        path: str,
+        payload: Mapping[str, Any] | None = None,
+        idempotency_key: str | None = None,
+        *,
+        timeout: float | None = None,
+        attempts: int | None = None,
     ) -> dict[str, Any]:
         body = None if payload is None else durable_files.to_json(payload, name="submission").encode("utf-8")
         headers = {"Accept": "application/json", "Content-Type": "application/json"}
         if idempotency_key:
             headers["Idempotency-Key"] = idempotency_key
         last_status: int | None = None
+        retries = {**self._retries, **({} if attempts is None else {"attempts": attempts})}
 
         def once() -> dict[str, Any]:
             nonlocal last_status
             last_status = None
-            response = self._send(method, path, body, headers)
+            response = self._send(method, path, body, headers, timeout or self.timeout)
             last_status = response.status_code
             if is_transient_status(response.status_code):
                 raise TransientError(
@@ -220,32 +241,51 @@ class EvalOpsClient:
             return self._answer(method, path, response)
 
         try:
-            return retry_transient(once, **self._retries)
+            return retry_transient(once, **retries)
         except TransientError as err:
+            times = "once" if retries["attempts"] == 1 else f"{retries['attempts']} times"
             raise EvalOpsRequestError(
-                f"{err} (tried {self._retries['attempts']} times); try again later",
+                f"{err} (tried {times}); try again later",
                 status=last_status,
                 transient=True,
+                retry_after=err.retry_after,
             ) from None  # the chain underneath may quote the request
 
-    def _send(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> requests.Response:
+    def _send(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], timeout: float
+    ) -> requests.Response:
         import requests
 
         if self._session is None:
             self._session = requests.Session()
             # Given as `auth`, not as a header: requests lets a .netrc entry replace the header.
             self._session.auth = self._authorize
-        try:
-            return self._session.request(
+        session = self._session
+
+        def send() -> requests.Response:
+            response = session.request(
                 method,
                 self.api_url + path,
                 data=body,
                 headers=dict(headers),
-                timeout=self.timeout,
+                timeout=timeout,
                 allow_redirects=False,  # following one turns the POST into a GET
+                stream=True,
             )
-        except (requests.Timeout, requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as err:
-            reason = "did not answer in time" if isinstance(err, requests.Timeout) else "could not be reached"
+            read_body(response, time.monotonic() + timeout, LONGEST_ANSWER)
+            return response
+
+        try:
+            return in_thread(send).result(timeout=timeout)
+        except (
+            requests.Timeout,
+            requests.ConnectionError,
+            requests.exceptions.ChunkedEncodingError,
+            TimeoutError,
+        ) as err:
+            self._session = None  # what was given up still uses it
+            late = isinstance(err, requests.Timeout | TimeoutError)
+            reason = "did not answer in time" if late else "could not be reached"
             raise TransientError(
                 f"EvalOps at {redact(self.api_url)} {reason} ({method} {path}: {type(err).__name__})"
             ) from None
@@ -260,7 +300,7 @@ class EvalOpsClient:
         return request
 
     def _failure(self, method: str, path: str, response: requests.Response) -> str:
-        said = self._safe(_server_message(response.text))
+        said = self._safe(_server_message(response.text))[:LONGEST_QUOTE]
         return f"EvalOps answered {response.status_code} to {method} {redact(self.api_url)}{path}: {said}"
 
     def _answer(self, method: str, path: str, response: requests.Response) -> dict[str, Any]:
@@ -273,13 +313,16 @@ class EvalOpsClient:
         if not isinstance(answer, dict):
             raise EvalOpsRequestError(
                 f"EvalOps answered {response.status_code} to {method} {redact(self.api_url)}{path} with something else "
-                f"than a JSON object: {self._safe(response.text[:200])!r}; check EVALOPS_API_URL",
+                f"than a JSON object: {self._safe(response.text)[:LONGEST_QUOTE]!r}; check EVALOPS_API_URL",
                 status=response.status_code,
             )
         return answer
 
     def _safe(self, text: str) -> str:
-        return redact(visible(text.replace(self._key, HIDDEN)))
+        # Before anything is cut off, so that no part of the key is left.
+        for key in (self._key, json.dumps(self._key)[1:-1]):
+            text = text.replace(key, HIDDEN)
+        return redact(one_line(" ".join(text.split())))
 
 
 def training_results_payload(
@@ -319,29 +362,41 @@ class Submission:
 
 @dataclass(frozen=True)
 class FlushResult:
-    """How many submissions were sent and how many are left, and why those were not taken."""
+    """How many submissions were sent and how many are left, why those were not taken, and what the server said to those
+    that were, by idempotency key."""
 
     sent: int
     left: int
     errors: tuple[str, ...] = ()
+    answers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def submit_or_keep(
     client: EvalOpsClient, payload: Mapping[str, Any], outbox_path: Path | str, *, idempotency_key: str | None = None
 ) -> Submission:
-    """Send `payload`; when EvalOps does not take it, keep it in the outbox and say why instead of raising.
+    """Put `payload` into the outbox and send what is in there, the oldest first; what EvalOps does not take stays, and
+    the reason is returned instead of raised.
 
     Give a key made of run and round, so that a round submitted again after a crash is the same submission. Raises
-    only what is no failure of EvalOps: `StorageError`, `UnstorableValueError`.
+    only what is no failure of EvalOps: `StorageError`, `UnstorableValueError`, `DataError` for a damaged outbox.
     """
     key = idempotency_key or uuid.uuid4().hex
+    keep(payload, outbox_path, idempotency_key=key)
+    result = flush(outbox_path, client)
+    if key in result.answers:
+        return Submission(result.answers[key])
+    return Submission(None, result.errors[-1])
+
+
+def keep(payload: Mapping[str, Any], outbox_path: Path | str, *, idempotency_key: str, error: str = "") -> None:
+    """Put a submission into the outbox, unless it is there already; `error` says why it was not sent."""
     try:
-        return Submission(client.post_test_run(payload, idempotency_key=key))
-    except EvalOpsError as err:
-        if all(row["idempotency_key"] != key for row in unsent(outbox_path)):
-            row = {"idempotency_key": key, "kept_at": utc_now(), "error": redact(str(err)), "payload": dict(payload)}
-            durable_files.append_line(outbox_path, row)
-        return Submission(None, str(err))
+        known = {row["idempotency_key"] for row in unsent(outbox_path)}
+    except DataError:
+        known = set()  # whoever sends will be told of the damage; nothing is lost meanwhile
+    if idempotency_key not in known:
+        row = {"idempotency_key": idempotency_key, "kept_at": utc_now(), "error": redact(error)}
+        durable_files.append_line(outbox_path, {**row, "payload": dict(payload)})
 
 
 def unsent(outbox_path: Path | str) -> list[dict[str, Any]]:
@@ -357,24 +412,56 @@ def flush(outbox_path: Path | str, client: EvalOpsClient) -> FlushResult:
     waiting = unsent(outbox_path)
     errors: list[str] = []
     refused: list[dict[str, Any]] = []
-    sent = 0
+    answers: dict[str, Mapping[str, Any]] = {}
     while waiting:
-        row = waiting[0]
+        row, *later = waiting
         try:
-            client.post_test_run(row["payload"], idempotency_key=row["idempotency_key"])
+            answers[row["idempotency_key"]] = client.post_test_run(
+                row["payload"], idempotency_key=row["idempotency_key"]
+            )
         except EvalOpsError as err:
             errors.append(str(err))
+            row = {**row, "error": redact(str(err))}
             if getattr(err, "transient", False):
+                waiting = [row, *later]
                 break
-            refused.append({**row, "error": redact(str(err))})
-            waiting = waiting[1:]
-            continue
-        sent += 1
-        waiting = waiting[1:]
-        durable_files.write_jsonl(outbox_path, [*refused, *waiting])
-    if refused:
-        durable_files.write_jsonl(outbox_path, [*refused, *waiting])
-    return FlushResult(sent, len(refused) + len(waiting), tuple(errors))
+            refused.append(row)
+        else:
+            _write_outbox(outbox_path, [*refused, *later])
+        waiting = later
+    left = [*refused, *waiting]
+    if errors:
+        _write_outbox(outbox_path, left)
+    return FlushResult(len(answers), len(left), tuple(errors), answers)
+
+
+def _write_outbox(path: Path | str, rows: Sequence[Mapping[str, Any]]) -> None:
+    if rows:
+        durable_files.write_jsonl(path, rows)
+    else:
+        Path(path).unlink(missing_ok=True)
+
+
+def send_kept(outbox_path: Path | str, api_url: str | None, *, attempts: int = 2) -> FlushResult:
+    """Send what a run has kept; whatever is in the way becomes an error of the result, and nothing is raised but
+    `StorageError`."""
+    try:
+        waiting = unsent(outbox_path)
+        return flush(outbox_path, EvalOpsClient(api_url, attempts=attempts)) if waiting else FlushResult(0, 0)
+    except DataError as err:
+        return FlushResult(0, 0, (str(err),))
+    except ConfigurationError as err:
+        return FlushResult(0, len(waiting), (str(err),))
+
+
+def submit_round(payload: Mapping[str, Any], outbox_path: Path | str, api_url: str | None, key: str) -> str | None:
+    """`submit_or_keep` for a run, whose result never depends on it: returns why `payload` was not sent, None when it
+    was. A key that is missing by now and a damaged outbox are such reasons too. Raises `StorageError`."""
+    try:
+        keep(payload, outbox_path, idempotency_key=key)
+        return submit_or_keep(EvalOpsClient(api_url), payload, outbox_path, idempotency_key=key).error
+    except (ConfigurationError, DataError) as err:
+        return str(err)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -404,14 +491,19 @@ def _flush_run(run: str, runs_dir: Path) -> int:
             print(f"{manager.run_id}: nothing to send")
             return 0
         result = flush(manager.outbox_path, EvalOpsClient(manager.load_config().get("evalops_api_url")))
+        manager.note_unsent(result.left)
         print(f"{manager.run_id}: {result.sent} sent, {result.left} left")
     for error in result.errors:
         print(error, file=sys.stderr)
     return EXIT_FAILED if result.left else 0
 
 
+def _path_of(test_run_id: str) -> str:
+    return f"{TEST_RUNS_PATH}{urllib.parse.quote(str(test_run_id), safe='')}"
+
+
 def _server_message(text: str) -> str:
-    """What an error answer says: its message field when it is JSON, else the start of its text."""
+    """What an error answer says: its message field when it is JSON, else its text."""
     try:
         answer = json.loads(text)
     except ValueError:
@@ -422,8 +514,8 @@ def _server_message(text: str) -> str:
             if isinstance(said, dict):
                 said = said.get("message")
             if said:
-                return str(said)[:300]
-    return " ".join(text.split())[:300] or "no message"
+                return str(said)
+    return text.strip() or "no message"
 
 
 if __name__ == "__main__":

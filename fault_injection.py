@@ -165,7 +165,10 @@ def _name(route: BaseRoute) -> str | None:
 def _refusal(fault: StatusFault, call: str) -> Response:
     headers = {} if fault.retry_after is None else {"Retry-After": f"{fault.retry_after:g}"}
     detail = fault.message or f"the fault plan answers {call} with {fault.status}"
-    return JSONResponse({"detail": detail}, status_code=fault.status, headers=headers)
+    body = {"detail": detail}
+    if fault.queue_state is not None:
+        body = {"type": "try_again", "queue_state": fault.queue_state, "queue_state_reason": detail}
+    return JSONResponse(body, status_code=fault.status, headers=headers)
 
 
 async def _drop(scope: Scope, receive: Receive) -> None:

@@ -69,6 +69,9 @@ class StatusFault(PlannedFault):
     """The call is answered with HTTP `status` (400..599) in place of its answer, with `retry_after` (seconds, 0 or
     more) as Retry-After header. `when` says whether the request was carried out first.
 
+    With `queue_state` the answer is that of a service which keeps the request in its queue, with `message` as its
+    reason; the SDK takes it from `retrieve_future` with status 408.
+
     After 408, 409, 429 and 5xx the SDK sends a request again. After others it does not: one that belongs to a model's
     order then leaves a hole there, and the model's later requests wait a while for it.
     """
@@ -77,6 +80,7 @@ class StatusFault(PlannedFault):
     status: int = Field(ge=400, le=599)
     retry_after: NotNegative | None = None
     message: Text | None = None
+    queue_state: Literal["active", "paused_capacity", "paused_rate_limit"] | None = None
     when: When = "before"
 
 

@@ -353,7 +353,13 @@ def _load(folder: Path) -> Any:
     transformers_logging.disable_progress_bar()
     try:
         return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True
+            folder,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            # Weights are data: neither a pickle nor a program that lies beside them is run.
+            use_safetensors=True,
+            trust_remote_code=False,
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as err:
         raise RequestError(f"{folder}: this model cannot be loaded ({type(err).__name__}: {err})") from err

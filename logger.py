@@ -11,10 +11,14 @@ or from a model can neither leak a key nor steer the terminal.
 
 from __future__ import annotations
 
+import io
+import json
+import logging
 import os
 import re
 import sys
 import threading
+import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -28,7 +32,12 @@ if TYPE_CHECKING:
 
 HIDDEN = "[hidden]"
 
-_SECRET_VARIABLE = re.compile(r"(API_?KEY|_TOKEN|_SECRET|_PASSWORD|_ACCESS_KEY|_SECRET_KEY)$", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(
+    r"(API_?KEY|_TOKEN|_SECRET|_PASSWORD|_PASSWD|_ACCESS_KEY|_SECRET_KEY|_CREDENTIALS?)$", re.IGNORECASE
+)
+# Addresses, which may hold a password.
+_ADDRESS_VARIABLE = re.compile(r"(_PROXY|_URL|_URI|_DSN)$", re.IGNORECASE)
+_PASSWORD_IN_ADDRESS = re.compile(r"://[^/\s:@]*:([^/\s]+)@")
 _SECRET_FIELD = re.compile(
     r"(^|[_-])(api_?key|secret|secret_?key|password|passwd|access_?key|(access|auth|bearer|refresh)_?token|authorization)$",
     re.IGNORECASE,
@@ -38,54 +47,94 @@ _SHORTEST_SECRET = 6
 _SECRET_SHAPES = (
     # Keys of the training service; the renderers' package has the same prefix and is no secret.
     (re.compile(r"\btml-(?!renderers\b)[A-Za-z0-9_-]{4,}"), HIDDEN),
-    (re.compile(r"\b(Bearer)\s+(?!\[hidden\])[A-Za-z0-9._~+/=-]{4,}", re.IGNORECASE), rf"\1 {HIDDEN}"),
-    (re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"), HIDDEN),
+    (re.compile(r"\b(Bearer|Authorization: Basic)\s+(?!\[hidden\])[A-Za-z0-9._~+/=-]{4,}", re.I), rf"\1 {HIDDEN}"),
+    (re.compile(r"(?<=://)[^/\s:@]*:[^/\s]+(?=@)"), HIDDEN),
     (
         re.compile(r"([?&](?:api_?key|key|token|access_token|secret|password)=)[^&\s\"']+", re.IGNORECASE),
         rf"\1{HIDDEN}",
     ),
 )
-# Control characters (C0 without tab and newline, DEL, C1) and those that reorder text on the screen.
-_UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\u2028\u2029\ufeff]")
+# Control characters (C0 without tab and newline, DEL, C1), those that reorder, join or annotate text on the screen or
+# are not seen there at all, and lone surrogates, which no stream can encode.
+_UNSAFE = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    r"\ud800-\udfff\U000e0000-\U000e007f]"
+)
 
 
 def redact(text: str) -> str:
     """`text` with every secret masked.
 
-    Secrets are the values of environment variables named like one (`..._API_KEY`, `..._TOKEN`), `tml-` keys, bearer
-    tokens, and passwords and keys in URLs.
+    Secrets are the values of environment variables named like one (`..._API_KEY`, `..._TOKEN`), the passwords in
+    addresses that variables hold (`..._PROXY`, `..._URL`), `tml-` keys, bearer tokens, and passwords and keys in URLs.
     """
-    values = {
-        value
-        for name, value in os.environ.items()
-        if len(value) >= _SHORTEST_SECRET and _SECRET_VARIABLE.search(name) and value in text
-    }
-    for value in sorted(values, key=len, reverse=True):
-        text = text.replace(value, HIDDEN)
+    return _mask(text, _secrets())
+
+
+def _mask(text: str, secrets: Sequence[str]) -> str:
+    for value in secrets:
+        if value in text:
+            text = text.replace(value, HIDDEN)
     for shape, mask in _SECRET_SHAPES:
         text = shape.sub(mask, text)
     return text
 
 
+def _secrets() -> tuple[str, ...]:
+    """The secrets in the environment as it is now, the longest first: one may be part of another."""
+    global _secrets_seen  # noqa: PLW0603
+    # Reading `os.environ` decodes every name, 80 microseconds for a hundred; what it keeps them in compares in two.
+    kept = getattr(os.environ, "_data", None)
+    if kept is None or _secrets_seen[0] != kept:
+        found: set[str] = set()
+        for name, value in os.environ.items():
+            found.update(_secrets_in(name, value))
+        _secrets_seen = (dict(kept or {}), tuple(sorted(found, key=len, reverse=True)))
+    return _secrets_seen[1]
+
+
+_secrets_seen: tuple[dict[Any, Any] | None, tuple[str, ...]] = (None, ())
+
+
+def _secrets_in(name: str, value: str) -> set[str]:
+    """What is secret in a variable, also as it stands in JSON or is sent as a password."""
+    parts: list[str] = []
+    if _SECRET_VARIABLE.search(name):
+        parts = [value, value.strip(), json.dumps(value)[1:-1]]
+    elif _ADDRESS_VARIABLE.search(name):
+        parts = _PASSWORD_IN_ADDRESS.findall(value)
+        parts += [urllib.parse.unquote(part) for part in parts]
+    return {part for part in parts if len(part) >= _SHORTEST_SECRET}
+
+
 def redact_values(value: Any) -> Any:
     """`redact` on every string inside a JSON-like value; a field that is named like a secret is masked whole."""
+    return _mask_values(value, _secrets())
+
+
+def _mask_values(value: Any, secrets: Sequence[str]) -> Any:
     if isinstance(value, str):
-        return redact(value)
+        return _mask(value, secrets)
     if isinstance(value, Mapping):
         return {
-            redact(key) if isinstance(key, str) else key: (
-                HIDDEN if part and isinstance(key, str) and _SECRET_FIELD.search(key) else redact_values(part)
+            _mask(key, secrets) if isinstance(key, str) else key: (
+                HIDDEN if part and isinstance(key, str) and _SECRET_FIELD.search(key) else _mask_values(part, secrets)
             )
             for key, part in value.items()
         }
     if isinstance(value, list | tuple):
-        return [redact_values(part) for part in value]
+        return [_mask_values(part, secrets) for part in value]
     return value
 
 
 def visible(text: str) -> str:
     r"""`text` with control and reordering characters written out (`\x1b`): on a terminal or page they stay text."""
     return _UNSAFE.sub(lambda match: match.group().encode("unicode_escape").decode("ascii"), text)
+
+
+def one_line(text: str) -> str:
+    r"""`visible`, and line ends written out too: text from data that stands within a line cannot begin another."""
+    return visible(text).replace("\n", "\\n")
 
 
 def utc_now() -> str:
@@ -200,6 +249,9 @@ class StructuredLogger:
             from rich.console import Console
 
             stream = self._stream or sys.stdout
+            if isinstance(stream, io.TextIOWrapper):
+                # A terminal that cannot show a character must not end a run.
+                stream.reconfigure(errors="backslashreplace")
             # In a file or a pipe there is no width to keep to; 80 columns would cut the table.
             width = None if stream.isatty() else 160
             self._console = Console(file=stream, highlight=False, width=width, legacy_windows=False)
@@ -285,6 +337,22 @@ class _LiveProgress(Progress):
 
     def _show(self, figures: str) -> None:
         self._bar.update(self._task, completed=self.done, figures=figures)
+
+
+class SafeFormatter(logging.Formatter):
+    """A line of a library's log as `StructuredLogger` would show it: no secret in it, and nothing that steers the
+    terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, with its traceback if it has one."""
+        return redact(visible(super().format(record)))
+
+
+def show_library_logs() -> None:
+    """Show the warnings of libraries on standard error, through `SafeFormatter`. For programs, at their start."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(SafeFormatter("%(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
 def read_events(path: Path | str) -> tuple[list[dict[str, Any]], str | None]:

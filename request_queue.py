@@ -304,7 +304,9 @@ class RequestQueue:
                 self._run_batch(group, batch)
                 batch.fail(RuntimeError("the batch ended without an answer"))
             except Exception as error:  # noqa: BLE001 - whatever it was, it fails these requests and not the thread
-                batch.fail(error)
+                # Stopped in the middle, they stay unanswered: their clients ask the server that takes over.
+                if not self.stopping.is_set():
+                    batch.fail(error)
 
     def _run_job(self, request: QueuedRequest) -> None:
         assert request.job is not None, "a request in the queue has its job until it is finished"

@@ -18,6 +18,7 @@ from typing import Any
 import config_schema
 import cost_estimate
 import durable_files
+import evalops_client
 import round_decision
 import run_summary
 from checkpoint_manager import CheckpointManager
@@ -225,6 +226,10 @@ def tell_finished(folder: CheckpointManager, why: str, screen: StructuredLogger)
             "Restore the file from a copy."
         )
     screen.say(f"run {folder.run_id} is finished: {summary['reason']}")
+    if folder.outbox_path.exists():
+        result = evalops_client.send_kept(folder.outbox_path, folder.load_config().get("evalops_api_url"))
+        folder.note_unsent(result.left)
+        summary = {**summary, "evalops_unsent": result.left}
     if why:
         screen.warn(f"the changed settings do not let it go on: {why}")
     tell_outcome(folder, summary, screen)

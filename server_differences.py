@@ -64,6 +64,18 @@ def lacks_create_from_state(error: BaseException) -> bool:
     return False
 
 
+def is_missing(error: BaseException) -> bool:
+    """Whether `error`, or what caused it, is the service's 404 or 410: what was asked for is not there any more."""
+    import tinker
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, tinker.APIStatusError) and cause.status_code in (404, 410):
+            return True
+        cause = cause.__cause__
+    return False
+
+
 async def load_into_new_client(
     service: tinker.ServiceClient, saved: tinker.types.WeightsInfoResponse, path: str, *, optimizer: bool
 ) -> tinker.TrainingClient:

@@ -38,8 +38,11 @@ from error_handling import (
     ConfigurationError,
     ServiceError,
     ServiceUnavailableError,
+    is_transient_status,
+    retry_after_seconds,
 )
-from service_waits import Watch, translate_error, wait_for
+from logger import redact
+from service_waits import WAIT_NOTE_S, Watch, in_thread, listen_to_queue, read_body, translate_error, wait_for
 
 if TYPE_CHECKING:
     import tinker
@@ -50,9 +53,17 @@ T = TypeVar("T")
 HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 # The SDK refuses keys without this prefix; the embedded engine asks for none, so this is no secret.
 EMBEDDED_KEY = "tml-local-engine"
-CONNECT_LIMIT_S = 10.0
+# With Python's start and the reading of the configuration, a service that is not there is told within 10 seconds.
+CONNECT_LIMIT_S = 6.0
 # Our own engine may have to convert a base model before it can name its tokenizer.
 ENGINE_INFO_LIMIT_S = 300.0
+# Making a client opens a session, for which the SDK tries again for five minutes.
+SESSION_LIMIT_S = 330.0
+STATE_INFO_LIMIT_S = 30.0
+RETRY_S = 0.5
+NOT_IMPLEMENTED = 501
+LONGEST_QUOTE = 2000
+LONGEST_ANSWER = 256 * 2**20
 
 
 def is_mock(env: Mapping[str, str] = os.environ) -> bool:
@@ -73,11 +84,13 @@ class ServedModel:
 
 @dataclass
 class Backend:
-    """An open connection. `kind` is "embedded", "server" (`TINKER_BASE_URL`) or "hosted"."""
+    """An open connection. `kind` is "embedded", "server" (`TINKER_BASE_URL`) or "hosted"; `watch` is what its own waits
+    tell."""
 
     kind: str
     base_url: str
     api_key: str = field(repr=False)
+    watch: Watch = field(default_factory=Watch, repr=False)
     _server: Any = field(default=None, repr=False)
     _temp_dir: Any = field(default=None, repr=False)
     _service: Any = field(default=None, repr=False)
@@ -85,14 +98,18 @@ class Backend:
     _alive: tuple[float, bool] = field(default=(float("-inf"), True), repr=False)
     _alive_lock: Any = field(default_factory=threading.Lock, repr=False)
 
-    @property
-    def service(self) -> tinker.ServiceClient:
-        """The SDK's client; made on first use, because making it opens a session on the service."""
+    async def service(self) -> tinker.ServiceClient:
+        """The SDK's client, with its session open on the service; made on first use."""
         if self._service is None:
             import tinker
 
             server_differences.accept_samples_without_ids()
-            self._service = tinker.ServiceClient(base_url=self.base_url, api_key=self.api_key)
+            listen_to_queue()
+            service = tinker.ServiceClient(base_url=self.base_url, api_key=self.api_key)
+            # The SDK opens the session when it is first needed, and blocks meanwhile.
+            opened = asyncio.wrap_future(in_thread(lambda: service.holder))
+            await wait_for(opened, f"a session on the {self.describe()}", limit_s=SESSION_LIMIT_S, watch=self.watch)
+            self._service = service
         return self._service
 
     def describe(self) -> str:
@@ -100,26 +117,75 @@ class Backend:
         place = {"embedded": "local engine inside this process", "server": "server at", "hosted": "hosted service at"}
         return place[self.kind] if self.kind == "embedded" else f"{place[self.kind]} {self.base_url}"
 
-    def _get(self, path: str, limit_s: float = CONNECT_LIMIT_S, **params: str) -> Any:
-        """GET `path` within `limit_s` seconds; raises as `wait_for` does. Returns the `requests.Response`."""
+    def _get(self, path: str, limit_s: float = CONNECT_LIMIT_S, *, again: bool = True, **params: str) -> Any:
+        """`_fetch`, with a refusal of the key raised as `AuthenticationError`."""
+        response = self._fetch(path, limit_s, again=again, **params)
+        if response.status_code in (401, 403):
+            raise self._key_refused(response)
+        return response
+
+    def check_key(self) -> None:
+        """Raise `AuthenticationError` for a key that the service does not know, however much it tells to anybody.
+
+        Asks for what every server that has it gives to its own clients alone. A key may be good and have no right to
+        it, so only 401 counts.
+        """
+        response = self._fetch("training_runs", limit="1")
+        if response.status_code == 401:
+            raise self._key_refused(response)
+
+    def _key_refused(self, response: Any) -> AuthenticationError:
+        return AuthenticationError(
+            f"the Tinker service at {self.base_url} refused the API key (HTTP {response.status_code}). "
+            "Check TINKER_API_KEY."
+        )
+
+    def _fetch(self, path: str, limit_s: float = CONNECT_LIMIT_S, *, again: bool = True, **params: str) -> Any:
+        """GET `path` within `limit_s` seconds; raises as `wait_for` does. Returns the `requests.Response`, fully read.
+
+        With `again`, what can pass (no connection, 408, 425, 429, 5xx) is tried anew while there is time.
+        """
+        deadline = time.monotonic() + limit_s
+        asked = in_thread(lambda: self._ask(path, params, deadline, again))
+        while True:
+            try:
+                response = asked.result(timeout=max(0.0, min(WAIT_NOTE_S, deadline - time.monotonic())))
+                break
+            except TimeoutError as err:
+                if time.monotonic() >= deadline or asked.done():
+                    raise self._unreachable(f"{limit_s:g} s passed") from err
+                self.watch.say(f"still waiting for {path} of the {self.describe()}")
+        return response
+
+    def _ask(self, path: str, params: Mapping[str, str], deadline: float, again: bool) -> Any:
         import requests
 
-        url = f"{self.base_url}/api/v1/{path}"
-        try:
-            response = requests.get(
-                url, params=params, headers={"X-API-Key": self.api_key}, timeout=(CONNECT_LIMIT_S / 2, limit_s)
-            )
-        except requests.RequestException as err:
-            raise ServiceUnavailableError(
-                f"no answer from the Tinker service at {self.base_url} ({type(err).__name__}). "
-                "Check the network and TINKER_BASE_URL, or set TINKER_MOCK=1 to use the local engine."
-            ) from err
-        if response.status_code in (401, 403):
-            raise AuthenticationError(
-                f"the Tinker service at {self.base_url} refused the API key (HTTP {response.status_code}). "
-                "Check TINKER_API_KEY."
-            )
-        return response
+        url, headers = f"{self.base_url}/api/v1/{path}", {"X-API-Key": self.api_key}
+        while True:
+            left = max(0.1, deadline - time.monotonic())
+            wait_s = RETRY_S
+            try:
+                # A redirect would take the key to wherever it leads.
+                response = requests.get(
+                    url, params=params, headers=headers, timeout=left, stream=True, allow_redirects=False
+                )
+                read_body(response, deadline, LONGEST_ANSWER)
+                if not is_transient_status(response.status_code):
+                    return response
+                wait_s = retry_after_seconds(response.headers.get("Retry-After")) or RETRY_S
+            except requests.RequestException as err:
+                if not again or time.monotonic() + wait_s >= deadline or not _may_pass(err):
+                    raise self._unreachable(type(err).__name__) from err
+            else:
+                if not again or time.monotonic() + wait_s >= deadline:
+                    return response
+            time.sleep(wait_s)
+
+    def _unreachable(self, reason: str) -> ServiceUnavailableError:
+        return ServiceUnavailableError(
+            f"no answer from the Tinker service at {self.base_url} ({reason}). "
+            "Check the network and TINKER_BASE_URL, or set TINKER_MOCK=1 to use the local engine."
+        )
 
     def is_alive(self) -> bool:
         """Whether the service answers at all; asked at most every 10 seconds, however many wait for it."""
@@ -127,7 +193,7 @@ class Backend:
             asked_at, alive = self._alive
             if time.monotonic() - asked_at > 10:
                 try:
-                    self._get("get_server_capabilities")
+                    self._get("get_server_capabilities", again=False)
                     alive = True
                 except ServiceUnavailableError:
                     alive = False
@@ -171,6 +237,12 @@ class Backend:
         response = self._get("tokenizer_files", ENGINE_INFO_LIMIT_S, model=model)
         if response.status_code in (400, 422):
             raise ConfigurationError(f"base_model: {_detail(response)}")
+        if is_transient_status(response.status_code) and response.status_code != NOT_IMPLEMENTED:
+            # Taken for a server that has no such call, it would have its tokens made by another tokenizer.
+            raise ServiceUnavailableError(
+                f"the Tinker service at {self.base_url} answered HTTP {response.status_code} when asked for the "
+                f"tokenizer of {model}: {_detail(response)}"
+            )
         if response.status_code != 200:
             return None
         try:
@@ -181,7 +253,8 @@ class Backend:
 
     def get_tokenizer(self, model: str) -> Any:
         """The tokenizer of `model`: see `get_tokenizer`."""
-        if (Path(model) / "tokenizer_config.json").is_file():
+        # Never through the cookbook, which runs programs that lie in a folder.
+        if (Path(model) / "tokenizer_config.json").is_file() or (Path(model) / "tokenizer.json").is_file():
             return _load_tokenizer(Path(model))
         info = self._engine_info(model)
         if info is not None:
@@ -191,7 +264,7 @@ class Backend:
         except ImportError:
             from transformers import AutoTokenizer
 
-            return AutoTokenizer.from_pretrained(model)
+            return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         try:
             return tokenizer_utils.get_tokenizer(model)
         except Exception as err:
@@ -202,8 +275,9 @@ class Backend:
 
     async def create_training_client(self, base_model: str, *, rank: int, seed: int) -> tinker.TrainingClient:
         """A new LoRA adapter on `base_model`, its weights fixed by `seed` where the service honours it."""
-        return await wait_for(
-            self.service.create_lora_training_client(base_model=base_model, rank=rank, seed=seed),
+        service = await self.service()
+        return await self._wait(
+            service.create_lora_training_client(base_model=base_model, rank=rank, seed=seed),
             f"a new LoRA adapter on {base_model}",
         )
 
@@ -214,21 +288,22 @@ class Backend:
                 f"{state_path} holds weights for sampling only, without optimizer state; training needs a path with "
                 "/weights/ in it (the state_path of a row in checkpoints.jsonl)"
             )
+        service = await self.service()
         create = (
-            self.service.create_training_client_from_state_with_optimizer
+            service.create_training_client_from_state_with_optimizer
             if optimizer
-            else self.service.create_training_client_from_state
+            else service.create_training_client_from_state
         )
         what = f"the saved state {state_path}"
         try:
             try:
-                return await wait_for(create(state_path), what)
+                return await self._wait(create(state_path), what)
             except ServiceError as err:
                 if not server_differences.lacks_create_from_state(err):
                     raise
             saved = await asyncio.to_thread(self.state_info, state_path)
-            load = server_differences.load_into_new_client(self.service, saved, state_path, optimizer=optimizer)
-            return await wait_for(load, what)
+            load = server_differences.load_into_new_client(service, saved, state_path, optimizer=optimizer)
+            return await self._wait(load, what)
         except ServiceUnavailableError:
             raise
         except ServiceError as err:
@@ -243,23 +318,38 @@ class Backend:
         """A client that samples from saved weights, or from the untouched base model.
 
         With `state_path`, the saved state of the same weights, these are sampled from there when the server can no
-        longer do so from `model_path`: see `server_differences.has_let_go`.
+        longer do so from `model_path`, because the weights there are gone or because of
+        `server_differences.has_let_go`.
         """
         what = f"a sampler of {model_path or base_model}"
-        client = await wait_for(self.service.create_sampling_client(model_path=model_path, base_model=base_model), what)
-        if state_path is None or not await wait_for(server_differences.has_let_go(client), what):
-            return client
+        service = await self.service()
+        try:
+            opening = service.create_sampling_client(model_path=model_path, base_model=base_model)
+            client = await self._wait(opening, what)
+            if state_path is None or not await self._wait(server_differences.has_let_go(client), what):
+                return client
+        except ServiceUnavailableError:
+            raise
+        except ServiceError as err:
+            if state_path is None or not server_differences.is_missing(err):
+                raise
         holder = await self.restore_training_client(state_path, optimizer=False)
-        saved = await wait_for(holder.save_weights_for_sampler("restored"), what)
+        saved = await self._wait(holder.save_weights_for_sampler("restored"), what)
         return await self.create_sampling_client(model_path=saved.path)
+
+    async def _wait(self, future: Any, what: str) -> Any:
+        return await wait_for(future, what, watch=self.watch)
 
     def state_info(self, state_path: str) -> Any:
         """Base model and rank of the saved state at `state_path`; raises `CheckpointError` when it is not there."""
         import tinker
 
-        rest = tinker.RestClient(base_url=self.base_url, api_key=self.api_key)
+        def ask() -> Any:
+            rest = tinker.RestClient(base_url=self.base_url, api_key=self.api_key)
+            return rest.get_weights_info_by_tinker_path(state_path).result(timeout=STATE_INFO_LIMIT_S)
+
         try:
-            return rest.get_weights_info_by_tinker_path(state_path).result(timeout=CONNECT_LIMIT_S)
+            return in_thread(ask).result(timeout=STATE_INFO_LIMIT_S)
         except Exception as err:
             mended = translate_error(err, f"looking up {state_path}")
             if isinstance(mended, AuthenticationError | ServiceUnavailableError):
@@ -270,8 +360,11 @@ class Backend:
         """End the session and stop the embedded engine. Safe to call twice."""
         if self._service is not None:
             # A server that is already gone cannot be told that the session ends, and nothing depends on it.
+            holder = self._service.holder
             with contextlib.suppress(Exception):
                 self._service.close(status).result(timeout=5)
+            # Else the SDK goes on telling the server that the session lives, and complains after two minutes.
+            holder.close()
             self._service = None
         if self._server is not None:
             self._server.stop()
@@ -325,12 +418,16 @@ def connect(
     `ConfigurationError` without a usable key, `ServiceUnavailableError` or `AuthenticationError` within
     `CONNECT_LIMIT_S` seconds when the service does not answer or refuses.
     """
-    # A usage report that the SDK cannot deliver is told with a traceback, which would bury what matters.
-    logging.getLogger("tinker.lib.telemetry").setLevel(logging.CRITICAL)
+    # A usage report that the SDK cannot deliver is told with a traceback, which would bury what matters; a request that
+    # failed is raised anyway, and without what the service may have quoted of it.
+    for name in ("tinker.lib.telemetry", "tinker.lib.retry_handler"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     backend = _open(engine_dir, env, adopt, adopt_from)
     status = "errored"
     try:
         backend.models()
+        if backend.kind != "embedded":
+            backend.check_key()
         yield backend
         status = "success"
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -433,11 +530,19 @@ def _load_tokenizer(folder: Path) -> Any:
     return base_models.load_tokenizer(folder)
 
 
+def _may_pass(err: Exception) -> bool:
+    """Whether a request that failed like this may succeed a moment later."""
+    import requests
+
+    return isinstance(err, requests.ConnectionError | requests.Timeout | requests.exceptions.ChunkedEncodingError)
+
+
 def _detail(response: Any) -> str:
     try:
-        return str(response.json().get("detail", response.text))
+        said = str(response.json().get("detail", response.text))
     except (ValueError, AttributeError):
-        return response.text[:500]
+        said = response.text
+    return redact(said)[:LONGEST_QUOTE]
 
 
 async def forward_backward_async(

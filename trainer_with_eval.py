@@ -88,6 +88,7 @@ def positive(text: str) -> int:
 
 async def loop(run: TrainingRun) -> dict[str, Any]:
     """The loop itself. Every phase is a no-op when an earlier process completed it."""
+    await run.send_kept()
     while (round := run.next_round()) is not None:
         run.check_stop()
         if round == 0:
@@ -97,9 +98,9 @@ async def loop(run: TrainingRun) -> dict[str, Any]:
             await run.train(round)
             await run.checkpoint(round)
             await run.evaluate(round)
-        run.submit(round)
+        await run.submit(round)
         run.decide(round)
-    return run.finish()
+    return await run.finish()
 
 
 async def run_loop(
@@ -311,9 +312,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     try:
         from base_models import share_cache_dir
-        from logger import redact, visible
+        from logger import redact, show_library_logs, visible
 
         share_cache_dir()
+        show_library_logs()
         config = load_config(args, overrides)
         work = partial(tune, trials=args.tune) if is_tuning(args) else run_loop
         summary = asyncio.run(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,6 +39,7 @@ from error_handling import (
 )
 from logger import StructuredLogger
 from record_files import first_ten
+from service_waits import in_thread
 from step_pipeline import StepPipeline
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class TrainingRun:
         self.log = log
         self.stop = stop
         self._watch = tinker_backend.Watch(note=log.say, is_alive=backend.is_alive, stop=stop)
+        backend.watch = self._watch
         self._client: tinker.TrainingClient | None = None
         self._started = time.monotonic()
         self._wall_before: float = folder.load_state().get("wall_s", 0.0)
@@ -498,7 +500,7 @@ class TrainingRun:
         paid_tokens.note_forward(self.folder, round, adapter_effect.tokens_asked_of_samplers(data))
         await self._unless_stopped(adapter_effect.refuse_unused_adapter(round, before, after, data, watch=self._watch))
 
-    def submit(self, round: int) -> None:
+    async def submit(self, round: int) -> None:
         """Send the round's result to EvalOps when the run is set up for it; a failure is kept for later, and told."""
         if self.folder.is_done(round, "submit"):
             return
@@ -519,13 +521,19 @@ class TrainingRun:
                     **({"scores_are": result["scores_are"]} if result.get("scores_are") else {}),
                 },
             )
-            client = evalops_client.EvalOpsClient(config.evalops_api_url)
-            sent = evalops_client.submit_or_keep(
-                client, payload, self.folder.outbox_path, idempotency_key=f"{self.folder.run_id}-round-{round}"
+            error = await self._send(
+                partial(
+                    evalops_client.submit_round,
+                    payload,
+                    self.folder.outbox_path,
+                    config.evalops_api_url,
+                    f"{self.folder.run_id}-round-{round}",
+                ),
+                f"EvalOps to take round {round}",
             )
-            if sent.error:
-                self.log.warn(f"EvalOps did not take round {round}: {sent.error}", round=round)
-            self.log.event("evalops", round=round, step=self._first_step(round + 1), sent=sent.error is None)
+            if error:
+                self.log.warn(f"EvalOps did not take round {round}: {error}", round=round)
+            self.log.event("evalops", round=round, step=self._first_step(round + 1), sent=error is None)
         self._done(round, "submit")
 
     def decide(self, round: int) -> None:
@@ -569,7 +577,7 @@ class TrainingRun:
         scores_are = self._scores_are()
         self.log.say(f"decision: {decision.reason}" + (f" (scores {scores_are})" if scores_are else ""))
 
-    def finish(self) -> dict[str, Any]:
+    async def finish(self) -> dict[str, Any]:
         """Name the best checkpoint, write the summary and the report, and say where everything is."""
         import report
 
@@ -579,7 +587,7 @@ class TrainingRun:
         best = self.folder.checkpoint_of_round(last["best_round"]) if last["best_round"] else None
         # The baseline is the untouched base model, which has no checkpoint, or the adapter that the run started from.
         start_state = self.config.init_from if last["best_round"] == 0 else None
-        unsent = self._send_outbox()
+        unsent = await self.send_kept()
         notes: dict[str, Any] = {"model": self.config.base_model, "evalops_unsent": unsent}
         if scores_are := self._scores_are():
             notes["scores_are"] = scores_are
@@ -611,13 +619,21 @@ class TrainingRun:
 
     # Helpers
 
-    def _send_outbox(self) -> int:
+    async def send_kept(self) -> int:
         """Try once more what EvalOps did not take; returns how many submissions are still unsent."""
-        unsent = evalops_client.unsent(self.folder.outbox_path)
-        if not unsent or not self.config.evalops_enabled:
-            return len(unsent)
-        client = evalops_client.EvalOpsClient(self.config.evalops_api_url, attempts=1)
-        return evalops_client.flush(self.folder.outbox_path, client).left
+        if not self.folder.outbox_path.exists():
+            return 0
+        send = partial(evalops_client.send_kept, self.folder.outbox_path, self.config.evalops_api_url)
+        result = await self._send(send, "EvalOps to take what was kept")
+        for error in result.errors:
+            self.log.warn(f"EvalOps: {error}")
+        return result.left
+
+    async def _send(self, send: Callable[[], T], what: str) -> T:
+        # In a thread, so that a service which hangs does not keep the run from hearing that it shall stop.
+        watch = tinker_backend.Watch(note=self.log.say, stop=self.stop)
+        result: T = await tinker_backend.wait_for(asyncio.wrap_future(in_thread(send)), what, watch=watch)
+        return result
 
     async def _wait(self, future: Any, what: str) -> Any:
         return await tinker_backend.wait_for(future, what, watch=self._watch)

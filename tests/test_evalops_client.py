@@ -1,5 +1,6 @@
 """The EvalOps client and its outbox, against real HTTP servers on loopback that fail in the ways services fail."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mini_run import mini_run
 
 import evalops_client
+import trainer_with_eval
 from checkpoint_manager import CheckpointManager
 from error_handling import ConfigurationError, EvalOpsError
 from evalops_client import (
@@ -384,3 +387,169 @@ def test_flush_reports_what_is_left_and_refuses_a_run_that_is_going_on(serve: Se
     assert "401" in output.err
     assert evalops_client.main(["flush", "no-such-run", "--runs-dir", str(tmp_path)]) == 2
     assert manager.run_id in capsys.readouterr().err
+
+
+def submit(client: EvalOpsClient, outbox: Path, number: int) -> evalops_client.Submission:
+    payload = training_results_payload("s", number, "ckpt", {"score": 0.5})
+    return submit_or_keep(client, payload, outbox, idempotency_key=f"r-{number}")
+
+
+def test_what_was_kept_goes_first_with_the_next_round_and_an_outage_ends_the_tries(serve: Serve, tmp_path):
+    outbox = tmp_path / "outbox.jsonl"
+    service = serve("drop", (503, {}, ""), (503, {}, ""), (201, {}, {"id": "1"}), (201, {}, {"id": "2"}))
+    client = client_of(service, attempts=1)
+    assert "could not be reached" in (submit(client, outbox, 1).error or "")
+    assert "503" in (submit(client, outbox, 2).error or "")
+    assert [row["idempotency_key"] for row in unsent(outbox)] == ["r-1", "r-2"]
+    assert "503" in (submit(client, outbox, 3).error or ""), "the first one still waits, so the others do too"
+    assert submit(client, outbox, 4).answer == {"id": "2"}
+    assert not outbox.exists()
+    assert service.keys() == ["r-1", "r-1", "r-1", "r-1", "r-2", "r-3", "r-4"]
+
+
+def test_a_submission_is_in_the_outbox_before_it_is_sent(serve: Serve, tmp_path):
+    outbox = tmp_path / "outbox.jsonl"
+    service = serve(OK)
+    held: list[int] = []
+    play = service.play
+
+    def look(handler: BaseHTTPRequestHandler) -> None:
+        held.append(len(unsent(outbox)))
+        play(handler)
+
+    service.play = look  # type: ignore[method-assign]
+    assert submit(client_of(service), outbox, 1).error is None
+    assert held == [1]
+    assert not outbox.exists()
+
+
+def test_the_answer_that_is_lost_after_it_was_taken_leads_to_one_submission(serve: Serve, tmp_path):
+    outbox = tmp_path / "outbox.jsonl"
+    service = serve("drop", OK)
+    assert submit(client_of(service), outbox, 1).answer == OK[2]
+    assert service.keys() == ["r-1", "r-1"]
+    assert service.requests[0]["body"] == service.requests[1]["body"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        ((401, {}, {"message": "who are you"}), "check EVALOPS_API_KEY"),
+        ((200, {}, "<html>log in</html>"), "something else than a JSON object"),
+        ((200, {}, "[1]"), "something else than a JSON object"),
+        ((302, {"Location": "http://127.0.0.1:9/"}, ""), "answered 302"),
+        ((418, {}, ""), "no message"),
+        ((200, {"Content-Encoding": "gzip"}, "no gzip"), "failed"),
+        (30.0, "did not answer in time"),
+    ],
+    ids=["wrong key", "page", "list", "redirect", "teapot", "broken encoding", "silence"],
+)
+def test_whatever_it_answers_a_submission_is_kept_and_nothing_is_raised(serve: Serve, tmp_path, failure, said):
+    outbox = tmp_path / "outbox.jsonl"
+    kept = submit(client_of(serve(failure), attempts=1, timeout=0.5), outbox, 1)
+    assert kept.answer is None
+    assert said in (kept.error or "")
+    (row,) = unsent(outbox)
+    assert said in row["error"]
+    up = serve(OK)
+    assert flush(outbox, client_of(up)).sent == 1
+    assert up.keys() == ["r-1"]
+
+
+def test_an_answer_that_trickles_in_without_end_is_given_up(tmp_path):
+    taken = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(b" ")
+                    self.wfile.flush()
+                    taken.wait(0.02)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads, server.block_on_close = True, False
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        client = EvalOpsClient(f"http://127.0.0.1:{server.server_port}", KEY, timeout=0.5, attempts=1)
+        assert "did not answer in time" in (submit(client, tmp_path / "outbox.jsonl", 1).error or "")
+    finally:
+        taken.set()
+        server.shutdown()
+        server.server_close()
+
+
+def test_no_part_of_the_key_is_left_where_an_answer_is_cut(serve: Serve):
+    for before in range(evalops_client.LONGEST_QUOTE - len(KEY) - 1, evalops_client.LONGEST_QUOTE + 1):
+        service = serve((400, {}, {"message": "x" * before + KEY}))
+        with pytest.raises(EvalOpsError) as caught:
+            client_of(service).create_test_run("s", "n")
+        assert "marked" not in str(caught.value)
+
+
+def test_waiting_ends_at_its_limit_though_the_service_is_silent_or_asks_for_patience(serve: Serve):
+    started = time.monotonic()
+    with pytest.raises(EvalOpsTimeoutError, match=r"after 0\.5 s \(last: .*did not answer in time"):
+        client_of(serve(30.0), timeout=30.0).wait_for_test_run("1", timeout_s=0.5, poll_s=0.01)
+    service = serve((429, {"Retry-After": "600"}, ""))
+    with pytest.raises(EvalOpsTimeoutError, match=r"after 0\.5 s \(last: .*429"):
+        client_of(service).wait_for_test_run("1", timeout_s=0.5, poll_s=0.01)
+    assert len(service.requests) == 1
+    assert time.monotonic() - started < 20
+
+
+def test_a_run_is_not_stopped_by_a_missing_key_or_a_damaged_outbox(tmp_path, monkeypatch):
+    outbox = tmp_path / "outbox.jsonl"
+    assert "EvalOps needs a key" in (evalops_client.submit_round({"name": "n"}, outbox, None, "r-1") or "")
+    assert [row["idempotency_key"] for row in unsent(outbox)] == ["r-1"]
+    result = evalops_client.send_kept(outbox, None)
+    assert (result.sent, result.left) == (0, 1)
+    assert "EvalOps needs a key" in result.errors[0]
+    monkeypatch.setenv("EVALOPS_API_KEY", KEY)
+    outbox.write_text("{broken\n" + outbox.read_text())
+    assert "outbox.jsonl:1" in (evalops_client.submit_round({"name": "n"}, outbox, None, "r-2") or "")
+    assert "outbox.jsonl:1" in evalops_client.send_kept(outbox, None).errors[0]
+    assert '"r-2"' in outbox.read_text()
+
+
+def test_a_flush_writes_into_the_summary_what_is_left(serve: Serve, tmp_path, monkeypatch, capsys):
+    service = serve(OK)
+    monkeypatch.setenv("EVALOPS_API_KEY", KEY)
+    with CheckpointManager.create(tmp_path / "runs", {"base_model": "tiny", "evalops_api_url": service.url}) as manager:
+        down = client_of(serve((500, {}, "")), attempts=1)
+        submit_or_keep(down, {"name": "n"}, manager.outbox_path, idempotency_key="k")
+        manager.write_summary({"evalops_unsent": 1, "exit_code": 3})
+    assert evalops_client.main(["flush", str(manager.run_dir)]) == 0
+    assert json.loads(manager.summary_path.read_text()) == {"evalops_unsent": 0, "exit_code": 3}
+
+
+def test_a_run_ends_the_same_whatever_evalops_does_and_a_resume_sends_what_is_left(serve: Serve, tmp_path, monkeypatch):
+    monkeypatch.setenv("TINKER_MOCK", "1")
+    monkeypatch.setenv("EVALOPS_API_KEY", KEY)
+
+    def run(folder: Path, service: Service | None) -> tuple[Path, dict[str, Any]]:
+        folder.mkdir()
+        settings = {"evalops_enabled": True, "evalops_test_suite_id": "s", "evalops_api_url": service and service.url}
+        run_dir = mini_run(folder, **(settings if service else {}))
+        return run_dir, json.loads((run_dir / "summary.json").read_text())
+
+    _, without = run(tmp_path / "without", None)
+    down = serve((401, {}, {"message": "bad key"}))
+    run_dir, summary = run(tmp_path / "down", down)
+    assert summary["evalops_unsent"] == 2
+    assert summary["exit_code"] == without["exit_code"]
+    figures = [[(row["score"], row["nll"], row["decision"]) for row in one["rounds"]] for one in (summary, without)]
+    assert figures[0] == figures[1]
+    keys = [f"{summary['run_id']}-round-{number}" for number in (0, 1)]
+    assert [row["idempotency_key"] for row in unsent(run_dir / "evalops_outbox.jsonl")] == keys
+
+    down.script, down.requests = [OK], []
+    assert trainer_with_eval.main(["--resume", str(run_dir)]) == summary["exit_code"]
+    assert down.keys() == keys
+    assert json.loads((run_dir / "summary.json").read_text())["evalops_unsent"] == 0
+    assert not (run_dir / "evalops_outbox.jsonl").exists()
