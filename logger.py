@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -124,11 +124,15 @@ class StructuredLogger:
 
         `step` is the last one that the weights gone back to contain.
         """
+        return self.supersede(lambda row: _later(row.get("step"), step))
+
+    def supersede(self, is_stale: Callable[[Mapping[str, Any]], bool]) -> int:
+        """Mark the events for which `is_stale` as superseded: what they tell of is done again. Returns how many."""
         if self.path is None:
             return 0
         with self._lock:
             rows, _ = read_jsonl(self.path, missing_ok=True)
-            stale = [row for row in rows if _later(row.get("step"), step) and not row.get("superseded")]
+            stale = [row for row in rows if not row.get("superseded") and is_stale(row)]
             for row in stale:
                 row["superseded"] = True
             if stale:

@@ -45,7 +45,7 @@ def show_plan(prepared: Prepared, screen: StructuredLogger) -> None:
 def create_run_folder(prepared: Prepared, runs_dir: Path | str, command: str, **state_fields: Any) -> CheckpointManager:
     """Make and lock the folder of a new run; `state_fields` are further fields of its `state.json`."""
     config = prepared.config
-    folder = CheckpointManager.create(
+    return CheckpointManager.create(
         runs_dir,
         config.to_json_dict(),
         command=command,
@@ -61,10 +61,9 @@ def create_run_folder(prepared: Prepared, runs_dir: Path | str, command: str, **
         data_digests=prepared.data_digests,
         config_digest=_digest(redact_values(config.to_json_dict())),
         scores_are=run_summary.ON_TRAINING_DATA if prepared.on_training_data else None,
+        near_matches=[match.to_json() for match in prepared.near_matches],
         **state_fields,
     )
-    folder.write_near_matches([match.to_json() for match in prepared.near_matches])
-    return folder
 
 
 @dataclass(frozen=True)

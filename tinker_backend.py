@@ -234,7 +234,7 @@ class Backend:
         except ServiceError as err:
             raise CheckpointError(
                 f"{state_path} cannot be restored: {err}. If the run was trained on the local engine, its folder "
-                "engine/ must be as the run left it; a state that is lost can only be made anew by a new run."
+                "engine/ must be as the run left it; from a state that is deleted a run goes back to the one before."
             ) from err
 
     async def create_sampling_client(
@@ -255,16 +255,38 @@ class Backend:
 
     def state_info(self, state_path: str) -> Any:
         """Base model and rank of the saved state at `state_path`; raises `CheckpointError` when it is not there."""
-        import tinker
-
-        rest = tinker.RestClient(base_url=self.base_url, api_key=self.api_key)
         try:
-            return rest.get_weights_info_by_tinker_path(state_path).result(timeout=CONNECT_LIMIT_S)
+            return self._rest().get_weights_info_by_tinker_path(state_path).result(timeout=CONNECT_LIMIT_S)
         except Exception as err:
             mended = translate_error(err, f"looking up {state_path}")
             if isinstance(mended, AuthenticationError | ServiceUnavailableError):
                 raise mended from err
             raise CheckpointError(f"{state_path} was not found on the {self.describe()}: {err}") from err
+
+    def has_checkpoint(self, path: str) -> bool:
+        """False when the service says that there is no checkpoint at `path`: it expired, was deleted or never was.
+
+        Raises `AuthenticationError` and `ServiceUnavailableError`; any other answer leaves it to whoever uses it.
+        """
+        try:
+            self.state_info(path)
+        except CheckpointError as err:
+            return not _not_found(err)
+        return True
+
+    async def delete_checkpoint(self, path: str) -> None:
+        """Delete the checkpoint at `path`; one that is not there is no error. Raises `ServiceError`s."""
+        try:
+            deleting = self._rest().delete_checkpoint_from_tinker_path(path)
+            await wait_for(deleting, f"the deletion of {path}", limit_s=CONNECT_LIMIT_S)
+        except ServiceError as err:
+            if not _not_found(err):
+                raise
+
+    def _rest(self) -> tinker.RestClient:
+        import tinker
+
+        return tinker.RestClient(base_url=self.base_url, api_key=self.api_key)
 
     def close(self, status: str = "success") -> None:
         """End the session and stop the embedded engine. Safe to call twice."""
@@ -431,6 +453,16 @@ def _load_tokenizer(folder: Path) -> Any:
     import base_models
 
     return base_models.load_tokenizer(folder)
+
+
+def _not_found(error: BaseException) -> bool:
+    """Whether `error` goes back to the service's answer that something is not there."""
+    import tinker
+
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, tinker.APIStatusError) and cause.status_code in (404, 410)):
+        cause = cause.__cause__
+    return cause is not None
 
 
 def _detail(response: Any) -> str:

@@ -92,11 +92,13 @@ async def loop(run: TrainingRun) -> dict[str, Any]:
         run.check_stop()
         if round == 0:
             await run.baseline()
-        else:
+        elif await run.begin(round):
             await run.select(round)
             await run.train(round)
             await run.checkpoint(round)
             await run.evaluate(round)
+        else:
+            continue
         run.submit(round)
         run.decide(round)
     return run.finish()
@@ -206,6 +208,7 @@ async def to_the_end(
     log = StructuredLogger(folder.metrics_path, console=console)
     for note in folder.notes:
         log.warn(note)
+    folder.on_note = log.warn
     log.say(f"run {folder.run_id}")
     resume_command = shlex.join([sys.executable, sys.argv[0], "--resume", str(resume_from or folder.run_dir)])
     if backend.kind == "embedded":

@@ -270,13 +270,18 @@ def test_a_row_that_was_meant_for_sampling_only_is_passed_over_without_a_note(ma
     assert manager.notes == []
 
 
-def test_a_checkpoint_that_the_server_lost_is_passed_over(manager):
+def test_a_checkpoint_that_is_gone_is_passed_over_and_its_row_kept(manager):
     add(manager, "r1", 1, 10)
-    add(manager, "r2", 2, 20)
-    latest = manager.latest_checkpoint(usable=lambda checkpoint: checkpoint.name != "r2")
-    assert latest is not None
-    assert latest.name == "r1"
-    assert any("'r2' cannot be used" in note for note in manager.notes)
+    add(manager, "s15", 2, 15, kind="state", sampler_path=None)
+    lost = add(manager, "r2", 2, 20)
+    manager.mark_gone([lost], "lost")
+    assert [c.name for c in manager.resume_points(2)] == ["s15"]
+    assert manager.latest_checkpoint().name == "s15"
+    assert manager.checkpoint_of_round(2) is None
+    assert [(c.name, c.gone) for c in manager.checkpoints()] == [("r1", None), ("s15", None), ("r2", "lost")]
+    add(manager, "r2", 2, 20, state_path=STATE + "again")
+    assert manager.checkpoint_of_round(2).state_path == STATE + "again"
+    assert manager.notes == []
 
 
 def test_checkpoints_are_found_by_round(manager):
