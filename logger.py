@@ -16,7 +16,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -207,7 +207,23 @@ class StructuredLogger:
             # In a file or a pipe there is no width to keep to; 80 columns would cut the table.
             width = None if stream.isatty() else 160
             self._console = Console(file=stream, highlight=False, width=width, legacy_windows=False)
+            self._console.on_broken_pipe = self._lose_reader  # type: ignore[method-assign]
         return self._console
+
+    def _lose_reader(self) -> None:
+        """Nobody reads the output any more (`| head -1`): show nothing, and go on with what is paid for."""
+        self._shown = False
+        assert self._console is not None
+        self._console.quiet = True
+        # Python flushes the stream once more when it ends.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        with suppress(OSError, ValueError):
+            os.dup2(nowhere, (self._stream or sys.stdout).fileno())
+        os.close(nowhere)
+        told = "the output was closed; the run goes on and shows nothing"
+        with suppress(OSError):
+            print(f"note: {told}", file=sys.stderr)
+        self.event("warning", message=told)
 
     def _is_live(self) -> bool:
         console = self._rich()

@@ -8,6 +8,7 @@ together with its results in one atomic write, so that a killed run resumes at t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
@@ -29,6 +30,7 @@ import tinker_backend
 from checkpoint_evaluation import ask_checkpoint, tell_score
 from checkpoint_manager import Checkpoint, CheckpointManager
 from data_selector import DataSelector, Selection
+from durable_files import StorageError
 from error_handling import (
     EXIT_TARGET_MET,
     EXIT_TARGET_MISSED,
@@ -49,6 +51,9 @@ if TYPE_CHECKING:
     from preparation import Prepared
 
 T = TypeVar("T")
+
+# How often the seconds spent are written down: a kill loses no more of them, but for time in which Python computes.
+KEEP_TIME_S = 10.0
 
 # The phase whose completion each event of a round tells of.
 PHASE_OF_EVENT = {
@@ -138,6 +143,13 @@ class TrainingRun:
     def wall_seconds(self) -> float:
         """Seconds spent on this run so far, in this process and the ones before."""
         return self._wall_before + time.monotonic() - self._started
+
+    async def keep_time(self) -> None:
+        """Write the seconds spent down every `KEEP_TIME_S` seconds, until cancelled."""
+        while True:
+            await asyncio.sleep(KEEP_TIME_S)
+            with contextlib.suppress(StorageError):  # the next thing that must be kept will tell
+                self.folder.update_state(wall_s=self.wall_seconds())
 
     def learning_rate(self, round: int) -> float:
         """The base learning rate of `round` (from 1): decided after the round before."""
@@ -420,17 +432,16 @@ class TrainingRun:
         self, round: int, model_path: str | None, name: str, state_path: str | None = None
     ) -> dict[str, Any]:
         """Ask the checkpoint (None: the base model) the evaluation and measure the targets' likelihood."""
-        result = await self._unless_stopped(
-            ask_checkpoint(
-                self.prepared,
-                self.folder,
-                self.backend,
-                self.log,
-                round=round,
-                model_path=model_path,
-                name=name,
-                state_path=state_path,
-            )
+        result = await ask_checkpoint(
+            self.prepared,
+            self.folder,
+            self.backend,
+            self.log,
+            self.stop,
+            round=round,
+            model_path=model_path,
+            name=name,
+            state_path=state_path,
         )
         data, left_out = preparation.target_examples(self.prepared, result.samples)
         if left_out:
