@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 from mini_run import mini_run, run_folder
+from sdk_clients import KEY
 
 import config_schema
+import durable_files
 import tinker_backend
 import trainer_with_eval
 import training_run
 from checkpoint_manager import CheckpointManager
-from error_handling import InterruptedRunError
+from durable_files import StorageError
+from error_handling import InterruptedRunError, ServiceError
+from mock_tinker import LocalTinkerServer
 from start_points import StartPoints
 
 CHANGES = {"steps_per_round": 4, "save_every": 1, "max_rounds": 2}
@@ -201,18 +205,151 @@ def test_lost_weights_of_a_round_being_evaluated_are_saved_again_or_trained_agai
         assert_ended_alike(run_dir, unbroken)
 
 
-def test_a_deletion_that_fails_is_a_note_and_no_failure(tmp_path, capsys, monkeypatch):
-    real = tinker_backend.Backend.delete_checkpoint
-    refused: list[str] = []
+def test_a_deletion_that_fails_is_a_note_and_no_failure(tmp_path, monkeypatch, capsys):
+    faults = [{"call": "training_runs/checkpoints", "kind": "status", "status": 403, "times": None}]
+    with LocalTinkerServer(tmp_path / "server", threads=1, fault_plan=faults) as server:
+        monkeypatch.delenv("TINKER_MOCK")
+        monkeypatch.setenv("TINKER_BASE_URL", server.base_url)
+        monkeypatch.setenv("TINKER_API_KEY", KEY)
+        run_dir = mini_run(tmp_path, console=True, **{**CHANGES, "max_rounds": 1})
+        assert server.faults.report()["faults"][0]["triggered"] >= 2
+    assert "is not needed any more and could not be deleted" in capsys.readouterr().out
+    assert [row.get("gone") for row in rows(run_dir)] == [None] * 4
 
-    async def refuse_once(self: tinker_backend.Backend, path: str) -> None:
-        if not refused:
-            refused.append(path)
-            path = path.replace("/weights/", "/no_such_kind/")
-        await real(self, path)
 
-    monkeypatch.setattr(tinker_backend.Backend, "delete_checkpoint", refuse_once)
-    run_dir = mini_run(tmp_path, **{**CHANGES, "max_rounds": 1})
-    assert refused
-    # Tried again with the next one.
-    assert on_the_service(run_dir) == {"round_01"}
+def test_a_kill_between_any_event_and_its_phase_s_end_repeats_nothing(unbroken, tmp_path, monkeypatch):
+    real = CheckpointManager.phase_done
+    left = ["baseline", "select", "checkpoint", "evaluate", "submit", "decide", "finish"]
+
+    def stop_once(self: CheckpointManager, round: int, *phases: str, **fields: Any) -> None:
+        if left and left[0] in phases:
+            raise InterruptedRunError(f"before {left.pop(0)} is done")
+        real(self, round, *phases, **fields)
+
+    monkeypatch.setattr(CheckpointManager, "phase_done", stop_once)
+    with pytest.raises(InterruptedRunError):
+        mini_run(tmp_path, **CHANGES)
+    run_dir = run_folder(tmp_path)
+    while left:
+        with pytest.raises(InterruptedRunError):
+            resume(run_dir)
+    resume(run_dir)
+    assert_ended_alike(run_dir, unbroken)
+    for kept in run_dir.glob("samples/*.jsonl"):
+        assert len(kept.read_text().splitlines()) == 4, kept
+
+
+def test_a_phase_and_its_result_are_one_write(tmp_path, monkeypatch):
+    with CheckpointManager.create(tmp_path, {}) as folder:
+        written: list[Any] = []
+        real = durable_files.write_json
+        monkeypatch.setattr(durable_files, "write_json", lambda path, value: (written.append(value), real(path, value)))
+        folder.phase_done(1, "submit", "decide", result={"score": 0.5}, step=4)
+    assert [(state["completed"], state["rounds"], state["step"]) for state in written] == [
+        ({"1": ["submit", "decide"]}, [{"score": 0.5, "round": 1}], 4)
+    ]
+
+
+def test_a_damaged_line_in_the_events_is_an_error_that_names_it(resumable, unbroken, capsys):
+    path = resumable / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:2], '{"event": "st\n', *lines[2:]]))
+    assert trainer_with_eval.main(["--resume", str(resumable)]) == 1
+    told = capsys.readouterr().err
+    assert "metrics.jsonl:3: damaged line in the middle of the file" in told
+    assert "delete that line if it can be spared, then go on" in told
+    assert f"--resume {resumable}" in told
+    kept = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*kept[:2], *kept[3:]]))
+    assert trainer_with_eval.main(["--resume", str(resumable)]) == 3
+    assert_ended_alike(resumable, unbroken)
+
+
+def test_a_lowered_target_ends_a_run_as_met_by_the_best_round_without_training_more(resumable, unbroken, tmp_path):
+    finished = Path(shutil.copytree(unbroken, tmp_path / "finished" / unbroken.name))
+    summary = json.loads((finished / "summary.json").read_text())
+    scores = [row["score"] for row in summary["rounds"]]
+    assert max(scores) > scores[0]
+    best = scores.index(max(scores[:2]))
+    for run_dir, expected in ((resumable, best), (finished, summary["best_round"])):
+        trained = [row for row in events(run_dir) if row["event"] == "step"]
+        target = f"eval_threshold={scores[expected]}"
+        assert trainer_with_eval.main(["--resume", str(run_dir), target]) == 0
+        ended = json.loads((run_dir / "summary.json").read_text())
+        assert ended["best_round"] == expected
+        assert ended["reason"].startswith(f"Round {expected} scored")
+        assert len([row for row in events(run_dir) if row["event"] == "step"]) == len(trained)
+        history = json.loads((run_dir / "state.json").read_text())["resume_history"]
+        assert history[-1]["changes"] == {"eval_threshold": {"was": 1.0, "now": scores[expected]}}
+        assert trainer_with_eval.main(["--resume", str(run_dir)]) == 0
+
+
+def test_patience_and_budget_that_are_raised_reopen_a_run_that_missed_its_target(tmp_path, capsys):
+    run_dir = mini_run(tmp_path, learning_rate=1e-12, max_rounds=2, decision={"patience": 1}, budget={"tokens": 10**9})
+
+    def ended() -> list[str]:
+        return [row["decision"] for row in json.loads((run_dir / "summary.json").read_text())["rounds"]]
+
+    assert ended() == ["baseline", "patience_spent"]
+    words = ["--resume", str(run_dir)]
+    assert trainer_with_eval.main(words) == 3
+    assert "is finished: " in capsys.readouterr().out
+    assert trainer_with_eval.main([*words, "decision.patience=9", "budget.tokens=500"]) == 3
+    assert ended() == ["baseline", "budget_spent"]
+    assert trainer_with_eval.main([*words, "budget.tokens=null"]) == 3
+    assert ended() == ["baseline", "not_improved", "target_missed"]
+    history = json.loads((run_dir / "state.json").read_text())["resume_history"]
+    assert [sorted(row["changes"]) for row in history] == [["budget.tokens", "decision.patience"], ["budget.tokens"]]
+
+
+def test_a_disk_that_refuses_a_checkpoint_ends_the_run_with_the_reason_and_a_resume_goes_on(tmp_path, unbroken, caplog):
+    resource = pytest.importorskip("resource")
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        # What a full disk refuses, this limit refuses: a write of the real file, in the middle.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
+        with pytest.raises(ServiceError, match=r"the state after step 1: cannot write .*File too large; .*then go on"):
+            mini_run(tmp_path, **CHANGES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "Traceback" not in caplog.text
+    run_dir = run_folder(tmp_path)
+    assert json.loads((run_dir / "state.json").read_text())["status"] == "failed"
+    assert not rows(run_dir) if (run_dir / "checkpoints.jsonl").exists() else True
+    resume(run_dir)
+    assert_ended_alike(run_dir, unbroken)
+
+
+def test_a_run_folder_that_vanishes_is_told(tmp_path, monkeypatch):
+    real = StartPoints.save_within
+
+    async def move_away(self: StartPoints, *args: Any, **fields: Any) -> None:
+        await real(self, *args, **fields)
+        if self.folder.run_dir.exists():
+            self.folder.run_dir.rename(tmp_path / "elsewhere")
+
+    monkeypatch.setattr(training_run.StartPoints, "save_within", move_away)
+    with pytest.raises(StorageError, match=r"cannot .* the folder is gone: put it back, then go on"):
+        mini_run(tmp_path, **CHANGES)
+    monkeypatch.undo()
+    monkeypatch.setenv("TINKER_MOCK", "1")
+    assert not list((tmp_path / "runs").iterdir())
+    name = json.loads((tmp_path / "elsewhere" / "state.json").read_text())["run_id"]
+    back = (tmp_path / "elsewhere").rename(tmp_path / "runs" / name)
+    assert resume(back)["exit_code"] == 3
+
+
+def test_the_seconds_spent_are_written_down_while_the_run_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(training_run, "KEEP_TIME_S", 0.01)
+    kept: list[float] = []
+    real = CheckpointManager.update_state
+
+    def update(self: CheckpointManager, **fields: Any) -> None:
+        if fields.keys() == {"wall_s"}:
+            kept.append(fields["wall_s"])
+        real(self, **fields)
+
+    monkeypatch.setattr(CheckpointManager, "update_state", update)
+    mini_run(tmp_path, eval_threshold=0.0)
+    assert len(kept) > 3
+    assert kept == sorted(set(kept))
