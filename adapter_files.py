@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from adapter_store import AdapterSpec, Checkpoint
@@ -47,7 +50,7 @@ def new_optimizer(parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.A
 def write_adapter(adapter: Adapter, lora_config: LoraConfig, folder: Path, *, optimizer: bool) -> None:
     """Write the adapter's files into `folder`; with `optimizer` its Adam state too, once it has one."""
     tensors = {key: parameter.detach().cpu().contiguous() for key, parameter in adapter.parameters.items()}
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    _write_tensors(tensors, folder / WEIGHTS_FILE)
     config = lora_config.to_dict()
     config.update(inference_mode=True, target_modules=sorted(config["target_modules"]))
     text = json.dumps(config, indent=2, sort_keys=True, default=_plain)
@@ -55,7 +58,18 @@ def write_adapter(adapter: Adapter, lora_config: LoraConfig, folder: Path, *, op
     if optimizer and adapter.optimizer_steps:
         states = {key: adapter.optimizer.state[parameter] for key, parameter in adapter.parameters.items()}
         moments = {f"{name}.{key}": state[name].cpu().contiguous() for key, state in states.items() for name in MOMENTS}
-        save_file(moments, folder / OPTIMIZER_FILE)
+        _write_tensors(moments, folder / OPTIMIZER_FILE)
+
+
+def _write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file; a disk that refuses is an `OSError`, as it is for every other file."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as err:
+        number = re.search(r"\(os error (\d+)\)", str(err))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from err
 
 
 def read_adapter(adapter: Adapter, checkpoint: Checkpoint, *, optimizer: bool) -> None:

@@ -20,16 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import durable_files
-from checkpoint_record import KINDS, Checkpoint, check_training_path
+from checkpoint_record import GONE, KINDS, Checkpoint, check_training_path
 from durable_files import storage_errors
-from error_handling import CheckpointError, ConfigurationError, DataError, RunLockedError, RunNotFoundError
+from error_handling import CheckpointError, ConfigurationError, DamagedFileError, RunLockedError, RunNotFoundError
 from evaluation import SampleResult
 from logger import redact, redact_values, utc_now
-from run_folders import find_latest_run, list_runs, new_run_id, resolve_run
+from run_folders import find_latest_run, list_runs, new_run_folder, resolve_run
 from run_lock import RunLock
 
 PHASES = ("baseline", "select", "train", "checkpoint", "evaluate", "submit", "decide", "heldout", "finish")
 STATUSES = ("running", "interrupted", "completed", "failed")
+# Folders of the run that hold a file of rows for every round.
+ROW_FOLDERS = ("samples", "selection", "likelihood", "scores")
 
 __all__ = [
     "PHASES",
@@ -46,12 +48,14 @@ __all__ = [
 class CheckpointManager:
     """One run folder. Writing needs the lock (`create`, `open`); `open(..., lock=False)` only reads.
 
-    `notes` collects what reading had to say (a torn line dropped, a checkpoint passed over), each once.
+    `notes` collects what reading had to say (a torn line dropped, a checkpoint passed over), each once; `on_note`, when
+    it is set, is told each as it comes.
     """
 
     def __init__(self, run_dir: Path | str) -> None:
         self.run_dir = Path(run_dir)
         self.notes: list[str] = []
+        self.on_note: Callable[[str], object] | None = None
         self._lock = RunLock(self.run_dir / "run.lock")
         self._state: dict[str, Any] = {}
         # False between taking an unfinished run and `record_resume`: until then it still reads as interrupted.
@@ -59,52 +63,53 @@ class CheckpointManager:
 
     @classmethod
     def create(
-        cls, runs_dir: Path | str, config: Mapping[str, Any], *, command: str = "", **state_fields: Any
+        cls,
+        runs_dir: Path | str,
+        config: Mapping[str, Any],
+        *,
+        command: str = "",
+        near_matches: Sequence[Mapping[str, Any]] = (),
+        **state_fields: Any,
     ) -> CheckpointManager:
         """Make a new run folder in `runs_dir` and lock it; `config` (the resolved one) is written without secrets.
 
-        `state_fields` set or replace fields of `state.json` (`data_dir`, `total_iters`, `hparams`...). Raises
-        `StorageError` when the folder cannot be written.
+        `near_matches` are training rows that are nearly evaluation items; `state_fields` set or replace fields of
+        `state.json` (`data_dir`, `total_iters`, `hparams`...). The folder appears whole or not at all. Raises
+        `StorageError` when it cannot be written.
         """
-        runs_dir = Path(runs_dir)
-        run_id = new_run_id()
-        manager = cls(runs_dir / run_id)
-        with storage_errors(manager.run_dir, "make the run folder"):
-            manager.run_dir.mkdir(parents=True)
-            durable_files.fsync_folder(runs_dir)
-        manager._lock.acquire(command=redact(command))
-        try:
+        with new_run_folder(runs_dir) as (unfinished, final):
             now = utc_now()
-            durable_files.write_json(manager.run_dir / "config.json", redact_values(config))
-            manager._in_charge = True
-            manager._write_state(
-                {
-                    "run_id": run_id,
-                    "status": "running",
-                    "phase": "baseline",
-                    "round": 0,
-                    "step": 0,
-                    "pid": os.getpid(),
-                    "command": command,
-                    "model": config.get("base_model"),
-                    "adapter_path": None,
-                    "data_dir": str(Path(config["train_file"]).parent) if config.get("train_file") else None,
-                    "log_path": str(manager.metrics_path),
-                    "total_iters": config.get("max_steps"),
-                    "save_every": config.get("save_every"),
-                    "hparams": {},
-                    "started_at": now,
-                    "updated_at": now,
-                    "best_val": None,
-                    "resume_history": [],
-                    "completed": {},
-                    "rounds": [],
-                    **state_fields,
-                }
-            )
-        except BaseException:
-            manager.close()
-            raise
+            state = {
+                "run_id": final.name,
+                "status": "running",
+                "phase": "baseline",
+                "round": 0,
+                "step": 0,
+                "pid": os.getpid(),
+                "command": command,
+                "model": config.get("base_model"),
+                "adapter_path": None,
+                "data_dir": str(Path(config["train_file"]).parent) if config.get("train_file") else None,
+                "log_path": str(final / "metrics.jsonl"),
+                "total_iters": config.get("max_steps"),
+                "save_every": config.get("save_every"),
+                "hparams": {},
+                "started_at": now,
+                "updated_at": now,
+                "best_val": None,
+                "resume_history": [],
+                "completed": {},
+                "rounds": [],
+                **state_fields,
+            }
+            durable_files.write_json(unfinished / "config.json", redact_values(config))
+            if near_matches:
+                durable_files.write_jsonl(unfinished / "near_matches.jsonl", redact_values(list(near_matches)))
+            durable_files.write_json(unfinished / "state.json", redact_values(state))
+        manager = cls(final)
+        manager._lock.acquire(command=redact(command))
+        manager._read_state()
+        manager._in_charge = True
         return manager
 
     @classmethod
@@ -124,10 +129,10 @@ class CheckpointManager:
         try:
             manager._read_state()
             manager._in_charge = manager._state["status"] != "running"
-            for folder in (manager.run_dir, manager.run_dir / "samples", manager.run_dir / "selection"):
+            for folder in (manager.run_dir, *(manager.run_dir / name for name in ROW_FOLDERS)):
                 durable_files.remove_temporaries(folder)
-            for path in (*manager.run_dir.glob("*.jsonl"), *manager.run_dir.glob("samples/*.jsonl")):
-                manager._note(durable_files.repair_jsonl(path))
+                for path in sorted(folder.glob("*.jsonl")):
+                    manager._note(durable_files.repair_jsonl(path))
         except BaseException:
             manager.close()
             raise
@@ -232,14 +237,19 @@ class CheckpointManager:
         """Say that `phase` of `round` is being worked on."""
         self.update_state(round=round, phase=phase, **fields)
 
-    def phase_done(self, round: int, phase: str, **fields: Any) -> None:
-        """Record that `phase` of `round` is complete, together with `fields`, in one replacement of `state.json`."""
-        _known(phase, PHASES, "phase")
+    def phase_done(self, round: int, *phases: str, result: Mapping[str, Any] | None = None, **fields: Any) -> None:
+        """Record that `phases` of `round` are complete, in one replacement of `state.json`.
+
+        `result` is kept with it as by `save_round_result`, and `fields` of the state are set.
+        """
         completed = self._completed()
         done = completed.setdefault(str(round), [])
-        if phase not in done:
-            done.append(phase)
-        self.update_state(round=round, phase=phase, completed=completed, **fields)
+        for phase in phases:
+            if _known(phase, PHASES, "phase") not in done:
+                done.append(phase)
+        if result is not None:
+            fields["rounds"] = self._rounds_with(round, result)
+        self.update_state(round=round, phase=phases[-1], completed=completed, **fields)
 
     def is_done(self, round: int, phase: str) -> bool:
         """True when `phase` of `round` was completed, by this process or an earlier one."""
@@ -250,7 +260,8 @@ class CheckpointManager:
         """Take back the completion of `phase` of `round` and of all after it, with the results of those rounds.
 
         For a run that is reopened, or whose checkpoint is lost. Selections and samples that are taken back stay beside
-        as `round_NN.superseded.jsonl`, a summary as `summary.superseded.json`.
+        as `round_NN.superseded.jsonl` (then `round_NN.superseded_2.jsonl`...), a summary as `summary.superseded.json`;
+        checkpoints that are taken back are marked as gone, but for the states within `round`.
         """
         first = PHASES.index(_known(phase, PHASES, "phase"))
         completed = {
@@ -267,7 +278,16 @@ class CheckpointManager:
                 name = path.name.removesuffix(".jsonl").removeprefix("round_")
                 if name.isdigit() and int(name) >= start:
                     with storage_errors(path, "rename"):
-                        path.replace(path.with_name(f"round_{name}.superseded.jsonl"))
+                        path.replace(_free_name(path.with_name(f"round_{name}.superseded.jsonl")))
+        if first <= PHASES.index("checkpoint"):
+            self.mark_gone(
+                [
+                    c
+                    for c in self.checkpoints()
+                    if c.gone is None and ((c.round or 0) > round or (c.round == round and c.kind != "state"))
+                ],
+                "superseded",
+            )
         if self.summary_path.is_file():  # it tells of an end that is taken back
             with storage_errors(self.summary_path, "rename"):
                 self.summary_path.replace(self.run_dir / "summary.superseded.json")
@@ -318,29 +338,51 @@ class CheckpointManager:
         """All checkpoints in the order in which they were saved."""
         return [Checkpoint.from_row(row) for row in self._rows(self.checkpoints_path)]
 
-    def latest_checkpoint(
-        self, round: int | None = None, *, usable: Callable[[Checkpoint], bool] | None = None
-    ) -> Checkpoint | None:
-        """The newest checkpoint that training can go on from, of `round` or of the whole run; None when there is none.
+    def mark_gone(self, checkpoints: Iterable[Checkpoint], why: str) -> None:
+        """Write down that nothing goes on from `checkpoints` any more; `why` is one of `GONE`."""
+        _known(why, GONE, "reason")
+        paths = {(c.state_path, c.sampler_path) for c in checkpoints}
+        rows = self._rows(self.checkpoints_path)
+        marked = [row for row in rows if (row.get("state_path"), row.get("sampler_path")) in paths]
+        for row in marked:
+            row["gone"] = why
+        if marked:
+            self._need_lock()
+            durable_files.write_jsonl(self.checkpoints_path, rows)
 
-        A row without a state, or that `usable` (a look at the server, say) turns down, is passed over in favour of
-        the one before; `notes` says so.
+    def resume_points(self, round: int) -> list[Checkpoint]:
+        """The checkpoints from which `round` can go on, the newest first.
+
+        A row without a state, or with sampler weights in its place, is passed over; `notes` says so.
         """
-        for checkpoint in reversed(self.checkpoints()):
-            if checkpoint.kind == "sampler" or (round is not None and checkpoint.round != round):
-                continue
-            if not checkpoint.state_path:
-                self._note(f"{self.checkpoints_path}: checkpoint {checkpoint.name!r} has no saved state, passed over")
-            elif usable is not None and not usable(checkpoint):
-                self._note(f"{self.checkpoints_path}: checkpoint {checkpoint.name!r} cannot be used, passed over")
-            else:
-                return checkpoint
-        return None
+        return [c for c in reversed(self.checkpoints()) if c.round == round and self._can_train(c)]
+
+    def latest_checkpoint(self, round: int | None = None) -> Checkpoint | None:
+        """The newest checkpoint that training can go on from, of `round` or of the whole run; None without any.
+
+        Passes over what `resume_points` does.
+        """
+        newest = reversed(self.checkpoints())
+        return next((c for c in newest if round in (None, c.round) and self._can_train(c)), None)
 
     def checkpoint_of_round(self, round: int) -> Checkpoint | None:
         """The checkpoint that ended `round` (state and sampler weights), None while there is none."""
-        ended = [c for c in self.checkpoints() if c.round == round and c.state_path and c.sampler_path]
-        return ended[-1] if ended else None
+        ended = [c for c in self.checkpoints() if c.round == round and c.kind != "state" and c.sampler_path]
+        return next((c for c in reversed(ended) if self._can_train(c)), None)
+
+    def _can_train(self, checkpoint: Checkpoint) -> bool:
+        if checkpoint.kind == "sampler" or checkpoint.gone:
+            return False
+        row = f"{self.checkpoints_path}: checkpoint {checkpoint.name!r}"
+        if not checkpoint.state_path:
+            self._note(f"{row} has no saved state, passed over")
+            return False
+        try:
+            check_training_path(checkpoint.state_path)
+        except CheckpointError as err:
+            self._note(f"{row} is passed over: {err}")
+            return False
+        return True
 
     # Samples, selections, results
 
@@ -402,14 +444,8 @@ class CheckpointManager:
             self._make_folder(path.parent)
             durable_files.write_jsonl(path, redact_values(list(rows)))
 
-    def write_near_matches(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write which training rows are nearly evaluation items; no file without any."""
-        if rows:
-            self._need_lock()
-            durable_files.write_jsonl(self.near_matches_path, redact_values(list(rows)))
-
     def load_near_matches(self) -> list[dict[str, Any]]:
-        """The rows of `write_near_matches`, empty when there is no file."""
+        """The training rows that are nearly evaluation items, empty when there is no file."""
         return self._rows(self.near_matches_path)
 
     def load_selection(self, round: int) -> list[dict[str, Any]] | None:
@@ -419,10 +455,7 @@ class CheckpointManager:
 
     def save_round_result(self, round: int, result: Mapping[str, Any]) -> None:
         """Keep the result of `round` (an item of `summary.rounds`); keys given again replace those kept before."""
-        others = [row for row in self.round_results() if row["round"] != round]
-        before = next((row for row in self.round_results() if row["round"] == round), {})
-        rows = [*others, {**before, **result, "round": round}]
-        self.update_state(rounds=sorted(rows, key=lambda row: row["round"]))
+        self.update_state(rounds=self._rounds_with(round, result))
 
     def round_results(self) -> list[dict[str, Any]]:
         """The results kept so far, in the order of rounds."""
@@ -445,6 +478,11 @@ class CheckpointManager:
 
     # Helpers
 
+    def _rounds_with(self, round: int, result: Mapping[str, Any]) -> list[dict[str, Any]]:
+        by_round = {row["round"]: row for row in self.round_results()}
+        by_round[round] = {**by_round.get(round, {}), **result, "round": round}
+        return [by_round[number] for number in sorted(by_round)]
+
     def _completed(self) -> dict[str, list[str]]:
         return {key: list(phases) for key, phases in self._state.get("completed", {}).items()}
 
@@ -461,7 +499,7 @@ class CheckpointManager:
         }
         for name, kind in kinds.items():
             if name in self._state and not isinstance(self._state[name], kind):
-                raise DataError(f"{path}: damaged, {name} is {self._state[name]!r}; restore it from a copy")
+                raise DamagedFileError(f"{path}: damaged, {name} is {self._state[name]!r}; restore it from a copy")
 
     def _write_state(self, state: Mapping[str, Any]) -> None:
         self._need_lock()
@@ -490,6 +528,8 @@ class CheckpointManager:
     def _note(self, note: str | None) -> None:
         if note and note not in self.notes:
             self.notes.append(note)
+            if self.on_note is not None:
+                self.on_note(note)
 
     def _need_lock(self) -> None:
         if not self._lock.held:
@@ -500,3 +540,13 @@ def _known(value: Any, choices: Iterable[str], what: str) -> str:
     if value not in choices:
         raise ConfigurationError(f"{what}: {value!r} is not one of {', '.join(choices)}")
     return value
+
+
+def _free_name(path: Path) -> Path:
+    """`path`, or the first of `<stem>_2`, `<stem>_3`... beside it that is not taken."""
+    number = 1
+    found = path
+    while found.exists():
+        number += 1
+        found = path.with_name(f"{path.stem}_{number}{path.suffix}")
+    return found

@@ -9,6 +9,7 @@ from typing import Any
 from error_handling import CheckpointError
 
 KINDS = ("both", "state", "sampler")
+GONE = ("deleted", "lost", "superseded")
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,9 @@ class Checkpoint:
     """A row of `checkpoints.jsonl`: a checkpoint that the service confirmed.
 
     `batch` is the number of the next batch to do, `step` the count of optimizer steps the weights contain. `kind`:
-    "both" (the checkpoint of a round), "state" (kept within a round, for resume only) or "sampler". Rows of other
-    tools may lack round, step and kind.
+    "both" (the checkpoint of a round), "state" (kept within a round, for resume only) or "sampler". `gone` says why
+    nothing goes on from it any more: "deleted" (by us), "lost" (by the service) or "superseded" (its round is done
+    again). Rows of other tools may lack round, step and kind.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Checkpoint:
     round: int | None = None
     step: int | None = None
     kind: str | None = None
+    gone: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def to_row(self) -> dict[str, Any]:

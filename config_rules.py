@@ -43,6 +43,12 @@ def contradictions(config: TrainingConfig) -> Iterator[Contradiction]:
     yield from _selection(config)
     yield from _schedule(config)
     yield from _services(config)
+    if config.init_from and "/sampler_weights/" in config.init_from:
+        yield _fault(
+            "init_from",
+            message=f"{config.init_from} holds weights for sampling, which cannot be trained on; give the path of a "
+            "saved state (tinker://<run>/weights/<name>)",
+        )
 
 
 def _unavailable(config: TrainingConfig) -> Iterator[Contradiction]:

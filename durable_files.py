@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from error_handling import DataError, EvalLoopError
+from error_handling import DamagedFileError, EvalLoopError
 
 TEMPORARY_SUFFIX = ".tmp"
 
@@ -118,14 +118,14 @@ def write_jsonl(path: Path | str, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_json(path: Path | str) -> dict[str, Any]:
-    """The JSON object in `path`. Raises `StorageError` (unreadable) or `DataError` (damaged, or not an object)."""
+    """The JSON object in `path`. Raises `StorageError` (unreadable) or `DamagedFileError` (no JSON object)."""
     path = Path(path)
     with storage_errors(path, "read"):
         data = path.read_bytes()
     try:
         return _parse_object(data)
     except ValueError as err:
-        raise DataError(f"{path}: damaged, {err}; restore it from a copy or start a new run") from err
+        raise DamagedFileError(f"{path}: damaged, {err}; restore it from a copy or start a new run") from err
 
 
 def append_line(path: Path | str, row: Mapping[str, Any]) -> None:
@@ -169,8 +169,8 @@ def repair_jsonl(path: Path | str) -> str | None:
 def read_jsonl(path: Path | str, *, missing_ok: bool = False) -> tuple[list[dict[str, Any]], str | None]:
     """(rows, note) of a JSONL file of objects. `note` is None, or says that a torn last line was dropped.
 
-    A missing file gives no rows with `missing_ok`. Raises `DataError` with file:line for a broken line that is not
-    the last, `StorageError` when the file cannot be read.
+    A missing file gives no rows with `missing_ok`. Raises `DamagedFileError` with file:line for a broken line that is
+    not the last, `StorageError` when the file cannot be read.
     """
     path = Path(path)
     if missing_ok and not path.exists():
@@ -186,9 +186,9 @@ def read_jsonl(path: Path | str, *, missing_ok: bool = False) -> tuple[list[dict
             rows.append(_parse_object(line))
         except ValueError as err:
             if number != last:
-                raise DataError(
+                raise DamagedFileError(
                     f"{path}:{number + 1}: damaged line in the middle of the file, {err}; restore the file from a "
-                    "copy, or delete that line if it can be spared"
+                    "copy, or delete that line if it can be spared, then go on"
                 ) from err
             return rows, f"{path}:{number + 1}: dropped a torn last line, left by a crash"
     return rows, None

@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 
 from access_tokens import TOKEN_PREFIX, TOKEN_REFUSED, Signer
+from durable_files import StorageError
 from engine_records import NotRecordedError
 from local_engine import LocalEngine
 from queued_request import USER_ERRORS, message_of
@@ -57,7 +58,8 @@ def build_app(engine: LocalEngine, api_key: str | None = None) -> FastAPI:
         status = 404 if isinstance(error, NotRecordedError) else 400
         return JSONResponse({"detail": message_of(error)}, status_code=status)
 
-    for kind in USER_ERRORS:
+    # Neither would repeating help while the disk is full.
+    for kind in (*USER_ERRORS, StorageError):
         app.add_exception_handler(kind, refuse)
 
     # Routes are looked through in their order, so those that are called most come first.

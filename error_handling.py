@@ -50,6 +50,13 @@ class DataError(EvalLoopError, ValueError):
     exit_code = EXIT_USAGE
 
 
+class DamagedFileError(DataError):
+    """A file that the project wrote holds something else in its middle; the message names file:line. What was trained
+    and sampled before is kept, so this is a failure and no bad usage."""
+
+    exit_code = EXIT_FAILED
+
+
 class DependencyError(EvalLoopError, ImportError):
     """A package that the configuration asks for is not installed."""
 

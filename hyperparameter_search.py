@@ -201,17 +201,13 @@ class _Search:
         folder.write_likelihood(0, source.load_likelihood(0))
         measured = {key: value for key, value in source.round_results()[0].items() if key not in _DECIDED}
         nothing = {"train": 0, "prefill": 0, "sample": 0}
-        folder.save_round_result(
-            0,
-            {
-                **measured,
-                "tokens": nothing,
-                "cost": run_summary.money(nothing, self.price),
-                run_opening.MEASURED_ONCE: source.run_id,
-            },
-        )
-        folder.phase_done(0, "submit")
-        folder.phase_done(0, "baseline", best_val=measured["nll"])
+        result = {
+            **measured,
+            "tokens": nothing,
+            "cost": run_summary.money(nothing, self.price),
+            run_opening.MEASURED_ONCE: source.run_id,
+        }
+        folder.phase_done(0, "submit", "baseline", result=result, best_val=measured["nll"])
 
     def _over_budget(self) -> str | None:
         """Why one more trial would pass a limit of the whole search; None while there is room."""

@@ -19,8 +19,8 @@ import re
 import sys
 import threading
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -173,11 +173,15 @@ class StructuredLogger:
 
         `step` is the last one that the weights gone back to contain.
         """
+        return self.supersede(lambda row: _later(row.get("step"), step))
+
+    def supersede(self, is_stale: Callable[[Mapping[str, Any]], bool]) -> int:
+        """Mark the events for which `is_stale` as superseded: what they tell of is done again. Returns how many."""
         if self.path is None:
             return 0
         with self._lock:
             rows, _ = read_jsonl(self.path, missing_ok=True)
-            stale = [row for row in rows if _later(row.get("step"), step) and not row.get("superseded")]
+            stale = [row for row in rows if not row.get("superseded") and is_stale(row)]
             for row in stale:
                 row["superseded"] = True
             if stale:
@@ -255,7 +259,23 @@ class StructuredLogger:
             # In a file or a pipe there is no width to keep to; 80 columns would cut the table.
             width = None if stream.isatty() else 160
             self._console = Console(file=stream, highlight=False, width=width, legacy_windows=False)
+            self._console.on_broken_pipe = self._lose_reader  # type: ignore[method-assign]
         return self._console
+
+    def _lose_reader(self) -> None:
+        """Nobody reads the output any more (`| head -1`): show nothing, and go on with what is paid for."""
+        self._shown = False
+        assert self._console is not None
+        self._console.quiet = True
+        # Python flushes the stream once more when it ends.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        with suppress(OSError, ValueError):
+            os.dup2(nowhere, (self._stream or sys.stdout).fileno())
+        os.close(nowhere)
+        told = "the output was closed; the run goes on and shows nothing"
+        with suppress(OSError):
+            print(f"note: {told}", file=sys.stderr)
+        self.event("warning", message=told)
 
     def _is_live(self) -> bool:
         console = self._rich()

@@ -33,7 +33,7 @@ def paid_tokens(folder: CheckpointManager, round: int) -> dict[str, int]:
     events, _ = read_events(folder.metrics_path)
     asked = []
     path = folder.samples_path(round)
-    for file in (path.with_name(f"{path.stem}.superseded.jsonl"), path):
+    for file in (*path.parent.glob(f"{path.stem}.superseded*.jsonl"), path):
         rows, _ = durable_files.read_jsonl(file, missing_ok=True)
         asked += [SampleResult.from_row(row) for row in rows]
     return run_summary.token_counts(

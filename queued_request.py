@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from durable_files import StorageError
 from error_handling import CheckpointError, ConfigurationError
 from request_trace import CALL
 from wire_format import RequestError
@@ -38,6 +39,9 @@ def failed(error: BaseException) -> Reply:
     """The reply that fails one request: the client's mistakes keep their message, bugs say what they are."""
     if isinstance(error, USER_ERRORS):
         return Reply({"error": message_of(error), "category": "user"})
+    if isinstance(error, StorageError):  # no bug: the message says what to do about the disk
+        logger.error("request failed: %s", error)
+        return Reply({"error": message_of(error), "category": "server"})
     logger.error("request failed", exc_info=error)
     return Reply({"error": f"{type(error).__name__}: {message_of(error)}", "category": "server"})
 

@@ -143,12 +143,15 @@ def decide(
     if any(later.round <= earlier.round for earlier, later in itertools.pairwise(history)):
         raise EvaluationError(f"rounds are out of order: {[record.round for record in history]}")
     last = history[-1]
-    met, standing = target_met(last, config)
+    met = [record for record in history if target_met(record, config)[0]]
     if met:
-        # Whatever an earlier round scored, this one is what the target asked for.
-        prefix = f"{_capital(_start(last))} already meets the target: r" if last.round == 0 else "R"
-        return Decision("stop", f"{prefix}{standing[1:]}", "target_met", last.round)
+        # Whatever others scored, this is what the target asked for. An earlier round meets one that was lowered since.
+        record = best_record(met)
+        standing = target_met(record, config)[1]
+        prefix = f"{_capital(_start(record))} already meets the target: r" if record.round == 0 else "R"
+        return Decision("stop", f"{prefix}{standing[1:]}", "target_met", record.round)
 
+    standing = target_met(last, config)[1]
     best = best_record(history)
     budget = config.budget
     spent = _budget_spent(

@@ -8,14 +8,22 @@ A folder is a run when it is named like one and has a `state.json`.
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
-from collections.abc import Sequence
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from durable_files import storage_errors
+from durable_files import fsync_folder, storage_errors
 from error_handling import RunNotFoundError
+
+# A folder that is being filled; one so old was left by a process that was killed.
+_UNFINISHED = ".unfinished-"
+_LEFT_AFTER_S = 3600
 
 _RUN_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")
 
@@ -25,6 +33,30 @@ def new_run_id() -> str:
     now = datetime.now(UTC)
     # The microsecond fills 20 of the 24 bits, so that two runs of one second sort rightly too.
     return f"{now:%Y%m%dT%H%M%SZ}-{now.microsecond << 4 | secrets.randbelow(16):06x}"
+
+
+@contextmanager
+def new_run_folder(runs_dir: Path | str) -> Iterator[tuple[Path, Path]]:
+    """A folder to fill within the block, and the run folder that it becomes, in one rename, at the block's end.
+
+    Killed before that, there is no run; what is left behind is hidden, and removed when a run is made an hour later.
+    """
+    runs_dir = Path(runs_dir)
+    final = runs_dir / new_run_id()
+    unfinished = runs_dir / f"{_UNFINISHED}{final.name}"
+    with storage_errors(final, "make the run folder"):
+        unfinished.mkdir(parents=True)
+        for old in runs_dir.glob(f"{_UNFINISHED}*"):
+            if time.time() - old.stat().st_mtime > _LEFT_AFTER_S:
+                shutil.rmtree(old, ignore_errors=True)
+        try:
+            yield unfinished, final
+            fsync_folder(unfinished)
+            os.replace(unfinished, final)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        fsync_folder(runs_dir)
 
 
 def list_runs(runs_dir: Path | str) -> list[Path]:

@@ -46,7 +46,7 @@ def show_plan(prepared: Prepared, screen: StructuredLogger) -> None:
 def create_run_folder(prepared: Prepared, runs_dir: Path | str, command: str, **state_fields: Any) -> CheckpointManager:
     """Make and lock the folder of a new run; `state_fields` are further fields of its `state.json`."""
     config = prepared.config
-    folder = CheckpointManager.create(
+    return CheckpointManager.create(
         runs_dir,
         config.to_json_dict(),
         command=command,
@@ -62,10 +62,9 @@ def create_run_folder(prepared: Prepared, runs_dir: Path | str, command: str, **
         data_digests=prepared.data_digests,
         config_digest=_digest(redact_values(config.to_json_dict())),
         scores_are=run_summary.ON_TRAINING_DATA if prepared.on_training_data else None,
+        near_matches=[match.to_json() for match in prepared.near_matches],
         **state_fields,
     )
-    folder.write_near_matches([match.to_json() for match in prepared.near_matches])
-    return folder
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,8 @@ def reopen(folder: CheckpointManager, asked: config_schema.TrainingConfig | None
     """Whether and how the run goes on under `asked` (None: its own configuration). Writes nothing.
 
     Raises `ConfigurationError` listing every difference that would make the run another one. A run that stopped below
-    its target is reopened when a changed limit would have let it go on.
+    its target is reopened when a changed limit would have let it go on, or lets it end as met; one in the middle of a
+    round goes back to its last decision when a lowered target is met already.
     """
     written = folder.load_state().get("config_digest")
     if written is not None and written != _digest(folder.load_config()):
@@ -105,7 +105,7 @@ def reopen(folder: CheckpointManager, asked: config_schema.TrainingConfig | None
         )
     told = {key: {"was": was, "now": now} for key, (was, now) in changes.items()}
     if folder.load_state()["status"] != "completed":
-        return Reopening(config, told)
+        return Reopening(config, told, decide_again=_met_meanwhile(folder, config) if changes else None)
     if not changes:
         return Reopening(None, {})
     last = folder.round_results()[-1]
@@ -113,6 +113,15 @@ def reopen(folder: CheckpointManager, asked: config_schema.TrainingConfig | None
     if obstacle:
         return Reopening(None, told, obstacle)
     return Reopening(config, told, decide_again=last["round"])
+
+
+def _met_meanwhile(folder: CheckpointManager, config: config_schema.TrainingConfig) -> int | None:
+    """The last decided round of an unfinished run when one of its rounds meets the target by now, else None."""
+    rows = folder.round_results()
+    if not rows or not folder.is_done(rows[-1]["round"], "decide"):
+        return None  # the decision is still to come, and looks at all rounds
+    met = any(round_decision.target_met(round_record(folder, row), config)[0] for row in rows)
+    return int(rows[-1]["round"]) if met else None
 
 
 def take_over(folder: CheckpointManager, reopening: Reopening, command: str) -> None:

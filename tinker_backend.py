@@ -309,7 +309,7 @@ class Backend:
         except ServiceError as err:
             raise CheckpointError(
                 f"{state_path} cannot be restored: {err}. If the run was trained on the local engine, its folder "
-                "engine/ must be as the run left it; a state that is lost can only be made anew by a new run."
+                "engine/ must be as the run left it; from a state that is deleted a run goes back to the one before."
             ) from err
 
     async def create_sampling_client(
@@ -342,11 +342,9 @@ class Backend:
 
     def state_info(self, state_path: str) -> Any:
         """Base model and rank of the saved state at `state_path`; raises `CheckpointError` when it is not there."""
-        import tinker
 
         def ask() -> Any:
-            rest = tinker.RestClient(base_url=self.base_url, api_key=self.api_key)
-            return rest.get_weights_info_by_tinker_path(state_path).result(timeout=STATE_INFO_LIMIT_S)
+            return self._rest().get_weights_info_by_tinker_path(state_path).result(timeout=STATE_INFO_LIMIT_S)
 
         try:
             return in_thread(ask).result(timeout=STATE_INFO_LIMIT_S)
@@ -355,6 +353,34 @@ class Backend:
             if isinstance(mended, AuthenticationError | ServiceUnavailableError):
                 raise mended from err
             raise CheckpointError(f"{state_path} was not found on the {self.describe()}: {err}") from err
+
+    def has_checkpoint(self, path: str) -> bool:
+        """False when the service says that there is no checkpoint at `path`: it expired, was deleted or never was.
+
+        Raises `AuthenticationError` and `ServiceUnavailableError`; any other answer leaves it to whoever uses it.
+        """
+        try:
+            self.state_info(path)
+        except CheckpointError as err:
+            return not server_differences.is_missing(err)
+        return True
+
+    async def delete_checkpoint(self, path: str) -> None:
+        """Delete the checkpoint at `path`; one that is not there is no error. Raises `ServiceError`s."""
+
+        def delete() -> None:
+            self._rest().delete_checkpoint_from_tinker_path(path).result(timeout=STATE_INFO_LIMIT_S)
+
+        try:
+            await self._wait(asyncio.wrap_future(in_thread(delete)), f"the deletion of {path}")
+        except ServiceError as err:
+            if not server_differences.is_missing(err):
+                raise
+
+    def _rest(self) -> tinker.RestClient:
+        import tinker
+
+        return tinker.RestClient(base_url=self.base_url, api_key=self.api_key)
 
     def close(self, status: str = "success") -> None:
         """End the session and stop the embedded engine. Safe to call twice."""

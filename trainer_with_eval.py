@@ -38,6 +38,8 @@ from error_handling import (
 )
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from checkpoint_manager import CheckpointManager
     from config_schema import TrainingConfig
     from preparation import Prepared
@@ -93,11 +95,15 @@ async def loop(run: TrainingRun) -> dict[str, Any]:
         run.check_stop()
         if round == 0:
             await run.baseline()
-        else:
+        elif await run.begin(round):
             await run.select(round)
+            run.check_stop()
             await run.train(round)
             await run.checkpoint(round)
+            run.check_stop()
             await run.evaluate(round)
+        else:
+            continue
         await run.submit(round)
         run.decide(round)
     return await run.finish()
@@ -150,6 +156,7 @@ async def run_loop(
         prepared = prepare(config, backend)
     run_opening.show_plan(prepared, screen)
     cost_estimate.refuse_over_budget("the baseline", prepared.estimate.baseline, config)
+    await asyncio.sleep(0)  # a Ctrl-C during the checks takes effect here, before there is a run
     if dry_run:
         screen.say("dry run: all of this was checked; nothing was trained, sampled or saved")
         return {}
@@ -201,29 +208,42 @@ async def to_the_end(
     `resume_from` is what a person resumes when it is interrupted (default: the run's own folder).
     """
     import run_opening
+    from durable_files import StorageError
     from logger import StructuredLogger
     from training_run import TrainingRun
 
     log = StructuredLogger(folder.metrics_path, console=console)
     for note in folder.notes:
         log.warn(note)
+    folder.on_note = log.warn
     log.say(f"run {folder.run_id}")
     resume_command = shlex.join([sys.executable, sys.argv[0], "--resume", str(resume_from or folder.run_dir)])
     if backend.kind == "embedded":
         resume_command = f"TINKER_MOCK=1 {resume_command}"
     run: TrainingRun | None = None
+
+    def leave(status: str, error: str | None = None) -> None:
+        # The disk may be what ends the run; without these notes it reads as interrupted.
+        with contextlib.suppress(StorageError):
+            run_opening.record_interruption(folder, status, run.wall_seconds() if run else None)
+            if error is not None:
+                log.event("failed", error=error)
+
     try:
         with stop_on_signals(resume_command) as stop:
             run = TrainingRun(prepared, folder, backend, log, stop)
-            summary = await loop(run)
+            keeping_time = asyncio.create_task(run.keep_time())
+            try:
+                summary = await loop(run)
+            finally:
+                keeping_time.cancel()
     except InterruptedRunError as err:
-        run_opening.record_interruption(folder, "interrupted", run.wall_seconds() if run else None)
+        leave("interrupted")
         raise InterruptedRunError(f"{err}. Continue with: {resume_command}") from err
     except EvalLoopError as err:
-        run_opening.record_interruption(folder, "failed", run.wall_seconds() if run else None)
-        log.event("failed", error=str(err))
+        leave("failed", str(err))
         if not isinstance(err, TrainingError | CheckpointError | NoEffectError):
-            print(f"Everything finished so far is kept. Continue with: {resume_command}", file=sys.stderr)
+            tell(f"Everything finished so far is kept. Continue with: {resume_command}")
         raise
     run_opening.tell_outcome(folder, summary, log)
     return summary
@@ -234,26 +254,39 @@ def stop_on_signals(resume_command: str) -> Iterator[asyncio.Event]:
     """An event that the first SIGINT or SIGTERM sets; the second one leaves at once."""
     stop = asyncio.Event()
     running = asyncio.get_running_loop()
+    asked = False
 
-    def ask_to_stop() -> None:
-        if stop.is_set():
-            print(f"\nleaving at once. Continue with: {resume_command}", file=sys.stderr, flush=True)
+    # Not the loop's own handlers: those wait while Python computes, and the second Ctrl-C must not.
+    def ask_to_stop(_number: int, _frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            _tell_at_once(f"leaving at once. Continue with: {resume_command}")
             os._exit(EXIT_INTERRUPTED)
-        print("\nstopping: finishing what is in flight (again to leave at once)", file=sys.stderr, flush=True)
-        stop.set()
+        asked = True
+        _tell_at_once("stopping: finishing what is in flight (again to leave at once)")
+        running.call_soon_threadsafe(stop.set)
 
-    handled = []
+    before = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
-            # Windows' event loop cannot do this; there Ctrl-C is a KeyboardInterrupt, and the run is resumable.
-            with contextlib.suppress(NotImplementedError):
-                running.add_signal_handler(number, ask_to_stop)
-                handled.append(number)
+            before[number] = signal.signal(number, ask_to_stop)
     try:
         yield stop
     finally:
-        for number in handled:
-            running.remove_signal_handler(number)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tell_at_once(text: str) -> None:
+    """Write a line to standard error from a signal handler, which may have interrupted another write to it."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())
+
+
+def tell(text: str) -> None:
+    """Write a line to standard error; nobody may be reading it any more."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def load_config(args: argparse.Namespace, overrides: Sequence[str]) -> TrainingConfig | None:
@@ -305,10 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     args = build_parser().parse_args([word for word in words if word not in overrides])
     if args.overrides:
-        print(
-            f"error: {args.overrides[0]!r} is neither an option nor key=value; see --help",
-            file=sys.stderr,
-        )
+        tell(f"error: {args.overrides[0]!r} is neither an option nor key=value; see --help")
         return EXIT_USAGE
     try:
         from base_models import share_cache_dir
@@ -330,21 +360,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(summary.get("exit_code", 0))
     except EvalLoopError as err:
         prefix = "" if err.exit_code == EXIT_INTERRUPTED else "error: "
-        print(f"{prefix}{redact(visible(str(err)))}", file=sys.stderr)
+        tell(f"{prefix}{redact(visible(str(err)))}")
         return err.exit_code
     except ModuleNotFoundError as err:
         requirements = Path(__file__).with_name("requirements.txt")
-        print(
+        tell(
             f"error: the package {err.name!r} is not installed for {sys.executable}. Install what is needed with "
             f"python -m pip install -r {requirements}, or use the environment that run_demo.sh made: "
-            ".venv/bin/python",
-            file=sys.stderr,
+            ".venv/bin/python"
         )
         return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except OSError as err:
-        print(f"error: {redact(visible(str(err)))}", file=sys.stderr)
+        tell(f"error: {redact(visible(str(err)))}")
         return EXIT_FAILED
 
 

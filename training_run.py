@@ -8,9 +8,10 @@ together with its results in one atomic write, so that a killed run resumes at t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,6 +30,7 @@ import tinker_backend
 from checkpoint_evaluation import ask_checkpoint, tell_score
 from checkpoint_manager import Checkpoint, CheckpointManager
 from data_selector import DataSelector, Selection
+from durable_files import StorageError
 from error_handling import (
     EXIT_TARGET_MET,
     EXIT_TARGET_MISSED,
@@ -40,6 +42,7 @@ from error_handling import (
 from logger import StructuredLogger
 from record_files import first_ten
 from service_waits import in_thread
+from start_points import LostRoundError, StartPoints
 from step_pipeline import StepPipeline
 
 if TYPE_CHECKING:
@@ -50,8 +53,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A checkpoint within a round only serves a resume of that round; the service may let it go after two weeks.
-MID_ROUND_TTL_S = 14 * 24 * 3600
+# How often the seconds spent are written down: a kill loses no more of them, but for time in which Python computes.
+KEEP_TIME_S = 10.0
+
+# The phase whose completion each event of a round tells of.
+PHASE_OF_EVENT = {
+    "selection": "select",
+    "checkpoint": "checkpoint",
+    "evaluation": "evaluate",
+    "evalops": "submit",
+    "decision": "decide",
+    "finish": "finish",
+}
 
 
 class TrainingRun:
@@ -77,7 +90,14 @@ class TrainingRun:
         self.stop = stop
         self._watch = tinker_backend.Watch(note=log.say, is_alive=backend.is_alive, stop=stop)
         backend.watch = self._watch
+        self._starts = StartPoints(folder, backend, self.config, log, self._watch)
         self._client: tinker.TrainingClient | None = None
+        # How many steps of the round that the client is in its weights contain, and whether it was here that they were
+        # saved as the round's checkpoint.
+        self._steps_done = 0
+        self._saved_here = False
+        # An event is written before its phase is done: what a kill left between the two comes again.
+        log.supersede(self._is_unfinished)
         self._started = time.monotonic()
         self._wall_before: float = folder.load_state().get("wall_s", 0.0)
         usable = prepared.loader.usable
@@ -113,9 +133,25 @@ class TrainingRun:
         last = decided[-1]
         return None if last["action"] == "stop" else last["round"] + 1
 
+    def _is_unfinished(self, event: Mapping[str, Any]) -> bool:
+        """Whether the event tells of a phase that is not done, so that it will be told again."""
+        phase = PHASE_OF_EVENT.get(event["event"])
+        if phase is None or (phase == "select" and self.folder.load_selection(event["round"]) is not None):
+            return False
+        if phase == "evaluate" and event["round"] == 0:
+            phase = "baseline"
+        return not self.folder.is_done(event["round"], phase)
+
     def wall_seconds(self) -> float:
         """Seconds spent on this run so far, in this process and the ones before."""
         return self._wall_before + time.monotonic() - self._started
+
+    async def keep_time(self) -> None:
+        """Write the seconds spent down every `KEEP_TIME_S` seconds, until cancelled."""
+        while True:
+            await asyncio.sleep(KEEP_TIME_S)
+            with contextlib.suppress(StorageError):  # the next thing that must be kept will tell
+                self.folder.update_state(wall_s=self.wall_seconds())
 
     def learning_rate(self, round: int) -> float:
         """The base learning rate of `round` (from 1): decided after the round before."""
@@ -128,8 +164,8 @@ class TrainingRun:
     def _begin(self, round: int, phase: str, **fields: Any) -> None:
         self.folder.start_phase(round, phase, wall_s=self.wall_seconds(), **fields)
 
-    def _done(self, round: int, phase: str, **fields: Any) -> None:
-        self.folder.phase_done(round, phase, wall_s=self.wall_seconds(), **fields)
+    def _done(self, round: int, *phases: str, **fields: Any) -> None:
+        self.folder.phase_done(round, *phases, **{"wall_s": self.wall_seconds(), **fields})
 
     def check_stop(self) -> None:
         """Raise `InterruptedRunError` when the run was asked to stop."""
@@ -153,37 +189,26 @@ class TrainingRun:
 
     # The training client
 
-    def _start_point(self, round: int) -> Checkpoint | None:
-        """The saved state from which `round` goes on or begins; None for a new adapter."""
-        within = self.folder.latest_checkpoint(round=round)
-        if within is not None or round == 0:
-            return within
-        base = self.result(round - 1).get("rollback_to")
-        base = round - 1 if base is None else base
-        checkpoint = self.folder.checkpoint_of_round(base)
-        if base > 0 and checkpoint is None:
-            raise CheckpointError(
-                f"{self.folder.checkpoints_path}: the checkpoint of round {base} is missing, so round {round} has "
-                "nothing to start from"
-            )
-        return checkpoint
+    async def begin(self, round: int) -> bool:
+        """Have the weights that `round` goes on from; False when a lost checkpoint takes the run back."""
+        if self._client is not None or self.folder.is_done(round, "evaluate"):
+            return True
+        try:
+            self._client, self._steps_done = await self._starts.restore(round)
+        except LostRoundError as err:
+            self.folder.redo_from(err.round, "train", wall_s=self.wall_seconds())
+            self.log.supersede(self._is_unfinished)
+            self.log.warn(f"{err}, so the run goes back and trains that round again", round=err.round)
+            return False
+        return True
 
     async def client(self, round: int) -> tinker.TrainingClient:
         """The training client, holding the weights that `round` needs; made or restored on first use."""
         if self._client is None:
             told = len(self.folder.notes)
-            start = self._start_point(round)
+            self._client, self._steps_done = await self._starts.restore(round)
             for note in self.folder.notes[told:]:
                 self.log.warn(note, round=round)
-            if start is not None and start.state_path is not None:
-                self.log.say(f"restoring {start.name} (step {start.step}) with its optimizer state")
-                self._client = await self.backend.restore_training_client(start.state_path)
-            elif self.config.init_from:
-                self._client = await self.backend.restore_training_client(self.config.init_from, optimizer=False)
-            else:
-                self._client = await self.backend.create_training_client(
-                    self.config.base_model, rank=self.config.lora_rank, seed=self.config.seed
-                )
         return self._client
 
     # Phases
@@ -198,10 +223,8 @@ class TrainingRun:
         if self.config.init_from:
             model_path = await self._save_start(await self.client(0))
         figures = await self._evaluate(0, model_path, "baseline")
-        self.folder.save_round_result(
-            0, {**figures, "checkpoint": model_path, "learning_rate": None, "steps": 0, "rows": 0}
-        )
-        self._done(0, "baseline", best_val=figures["nll"])
+        result = {**figures, "checkpoint": model_path, "learning_rate": None, "steps": 0, "rows": 0}
+        self._done(0, "baseline", result=result, best_val=figures["nll"])
         tell_score(self.result(0), self.config.evaluation.max_tokens, self.log)
 
     async def select(self, round: int) -> None:
@@ -300,8 +323,7 @@ class TrainingRun:
         if not batches or not batches[0]:
             raise TrainingError(f"round {round} has no steps to train")
         client = await self.client(round)
-        within = self.folder.latest_checkpoint(round=round)
-        done = within.batch or 0 if within else 0
+        done = self._steps_done
         self._begin(round, "train", step=self._first_step(round) + done)
         again = self.log.supersede_after(self._first_step(round) + done)
         if again:
@@ -318,7 +340,9 @@ class TrainingRun:
                 if self.stop.is_set() or (number + 1) % self.config.save_every == 0 or last:
                     await pipeline.drain(bar)
                     if not last:
-                        await self._save_mid_round(client, round, number + 1)
+                        step = self._first_step(round) + number + 1
+                        await self._starts.save_within(client, round, done=number + 1, step=step)
+                        self.folder.update_state(step=step, wall_s=self.wall_seconds())
                         self.check_stop()
         # The weights of a finished round are only safe once the checkpoint phase saved them: both are one phase to a
         # resume, so "train" is marked done together with it.
@@ -331,15 +355,6 @@ class TrainingRun:
             self.config.max_steps,
             self.config.min_lr,
         )
-
-    async def _save_mid_round(self, client: tinker.TrainingClient, round: int, done: int) -> None:
-        step = self._first_step(round) + done
-        name = f"round_{round:02d}_step_{step:06d}"
-        saved = await self._wait(
-            client.save_state(name, ttl_seconds=MID_ROUND_TTL_S, overwrite=True), f"the state after step {step}"
-        )
-        self.folder.add_checkpoint(name, batch=done, round=round, step=step, state_path=saved.path, kind="state")
-        self.folder.update_state(step=step, wall_s=self.wall_seconds())
 
     async def checkpoint(self, round: int) -> None:
         """Save the round's state (weights and optimizer) and its weights for sampling."""
@@ -360,9 +375,13 @@ class TrainingRun:
                 state_path=state.path,
                 sampler_path=weights.path,
             )
-            self.log.event("checkpoint", round=round, step=step, state_path=state.path, sampler_path=weights.path)
-        self._done(round, "train", step=step)
-        self._done(round, "checkpoint", step=step, adapter_path=self._round_checkpoint(round).sampler_path)
+            self._saved_here = True
+        saved = self._round_checkpoint(round)
+        self.log.event(
+            "checkpoint", round=round, step=step, state_path=saved.state_path, sampler_path=saved.sampler_path
+        )
+        await self._starts.let_go(round)
+        self._done(round, "train", "checkpoint", step=step, adapter_path=saved.sampler_path)
 
     def _round_checkpoint(self, round: int) -> Checkpoint:
         checkpoint = self.folder.checkpoint_of_round(round)
@@ -370,46 +389,64 @@ class TrainingRun:
             raise CheckpointError(f"{self.folder.checkpoints_path}: the checkpoint of round {round} is missing")
         return checkpoint
 
+    async def _sampled_checkpoint(self, round: int) -> Checkpoint:
+        """The round's checkpoint, its weights for sampling saved anew when the service has lost them since."""
+        checkpoint = self._round_checkpoint(round)
+        assert checkpoint.sampler_path is not None
+        if self._saved_here or await asyncio.to_thread(self.backend.has_checkpoint, checkpoint.sampler_path):
+            return checkpoint
+        self.log.warn(
+            f"the service has no {checkpoint.sampler_path} any more; the weights are saved again from the state",
+            round=round,
+        )
+        saving = (await self.client(round)).save_weights_for_sampler(checkpoint.name)
+        weights = await self._wait(saving, f"the weights of round {round}")
+        return self.folder.add_checkpoint(
+            checkpoint.name,
+            batch=self.config.steps_per_round,
+            round=round,
+            step=self._first_step(round + 1),
+            state_path=checkpoint.state_path,
+            sampler_path=weights.path,
+        )
+
     async def evaluate(self, round: int) -> None:
         """Measure the round's checkpoint; answered samples of an interrupted attempt are not asked again."""
         if self.folder.is_done(round, "evaluate"):
             return
         self._begin(round, "evaluate")
-        checkpoint = self._round_checkpoint(round)
+        checkpoint = await self._sampled_checkpoint(round)
         path = checkpoint.sampler_path
-        # Without a client in this process, an earlier one saved the weights, and its server may have let go of them.
-        state_path = checkpoint.state_path if self._client is None else None
+        # Weights that an earlier process saved, its server may have let go of.
+        state_path = None if self._saved_here else checkpoint.state_path
         figures = await self._evaluate(round, path, f"round {round}", state_path)
         batches = self._batches(round)
-        self.folder.save_round_result(
-            round,
-            {
-                **figures,
-                "checkpoint": path,
-                "learning_rate": self.learning_rate(round),
-                "steps": len(batches),
-                "rows": len({row.id for step in batches for row in step}),
-            },
-        )
-        lowest = min((row["nll"] for row in self.results() if row["nll"] is not None), default=None)
-        self._done(round, "evaluate", best_val=lowest)
+        result = {
+            **figures,
+            "checkpoint": path,
+            "learning_rate": self.learning_rate(round),
+            "steps": len(batches),
+            "rows": len({row.id for step in batches for row in step}),
+        }
+        measured = [row["nll"] for row in (*self.results(), result) if row["nll"] is not None]
+        self._done(round, "evaluate", result=result, best_val=min(measured, default=None), adapter_path=path)
+        self._steps_done, self._saved_here = 0, False
         tell_score(self.result(round), self.config.evaluation.max_tokens, self.log)
 
     async def _evaluate(
         self, round: int, model_path: str | None, name: str, state_path: str | None = None
     ) -> dict[str, Any]:
         """Ask the checkpoint (None: the base model) the evaluation and measure the targets' likelihood."""
-        result = await self._unless_stopped(
-            ask_checkpoint(
-                self.prepared,
-                self.folder,
-                self.backend,
-                self.log,
-                round=round,
-                model_path=model_path,
-                name=name,
-                state_path=state_path,
-            )
+        result = await ask_checkpoint(
+            self.prepared,
+            self.folder,
+            self.backend,
+            self.log,
+            self.stop,
+            round=round,
+            model_path=model_path,
+            name=name,
+            state_path=state_path,
         )
         data, left_out = preparation.target_examples(self.prepared, result.samples)
         if left_out:
@@ -570,10 +607,9 @@ class TrainingRun:
             "rollback_to": decision.rollback_to,
         }
         self.log.event("decision", round=round, step=self._first_step(round + 1), **fields)
-        self.folder.save_round_result(round, fields)
+        self._done(round, "decide", result=fields, wall_s=spent)
         if decision.rollback_to is not None:
             self._client = None
-        self._done(round, "decide")
         scores_are = self._scores_are()
         self.log.say(f"decision: {decision.reason}" + (f" (scores {scores_are})" if scores_are else ""))
 

@@ -13,7 +13,7 @@ import trainer_with_eval
 MODEL = "Qwen/Qwen3-8B"
 
 
-def mini_run(folder: Path, *, rows: int = 4, **changes: Any) -> Path:
+def mini_run(folder: Path, *, rows: int = 4, console: bool = False, **changes: Any) -> Path:
     """Run to the end and return the run folder; what ends the run early is raised."""
     lines = [{"question": f"The colour of thing {n}?", "answer": ("red", "blue")[n % 2]} for n in range(rows)]
     data = folder / "rows.jsonl"
@@ -37,7 +37,7 @@ def mini_run(folder: Path, *, rows: int = 4, **changes: Any) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     loaded = config_schema.load_and_validate_config(path)
-    asyncio.run(trainer_with_eval.run_loop(loaded, runs_dir=folder / "runs", console=False))
+    asyncio.run(trainer_with_eval.run_loop(loaded, runs_dir=folder / "runs", console=console))
     return run_folder(folder)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import durable_files
 from checkpoint_manager import CheckpointManager, check_training_path, find_latest_run, list_runs, resolve_run
 from durable_files import StorageError
 from error_handling import CheckpointError, DataError, RunLockedError, RunNotFoundError
@@ -270,13 +271,18 @@ def test_a_row_that_was_meant_for_sampling_only_is_passed_over_without_a_note(ma
     assert manager.notes == []
 
 
-def test_a_checkpoint_that_the_server_lost_is_passed_over(manager):
+def test_a_checkpoint_that_is_gone_is_passed_over_and_its_row_kept(manager):
     add(manager, "r1", 1, 10)
-    add(manager, "r2", 2, 20)
-    latest = manager.latest_checkpoint(usable=lambda checkpoint: checkpoint.name != "r2")
-    assert latest is not None
-    assert latest.name == "r1"
-    assert any("'r2' cannot be used" in note for note in manager.notes)
+    add(manager, "s15", 2, 15, kind="state", sampler_path=None)
+    lost = add(manager, "r2", 2, 20)
+    manager.mark_gone([lost], "lost")
+    assert [c.name for c in manager.resume_points(2)] == ["s15"]
+    assert manager.latest_checkpoint().name == "s15"
+    assert manager.checkpoint_of_round(2) is None
+    assert [(c.name, c.gone) for c in manager.checkpoints()] == [("r1", None), ("s15", None), ("r2", "lost")]
+    add(manager, "r2", 2, 20, state_path=STATE + "again")
+    assert manager.checkpoint_of_round(2).state_path == STATE + "again"
+    assert manager.notes == []
 
 
 def test_checkpoints_are_found_by_round(manager):
@@ -423,3 +429,42 @@ def test_every_file_name_of_a_run_survives_windows(manager):
     names = [path.name for path in manager.run_dir.rglob("*")]
     assert "round_12.jsonl" in names
     assert not [name for name in names if re.search(r'[<>:"\\|?*]|[. ]$', name)]
+
+
+def test_a_torn_last_line_of_any_rows_is_dropped_with_a_note_and_never_glued_to(manager):
+    manager.append_sample(1, sample("a"))
+    manager.write_selection(1, [{"id": "r1"}, {"id": "r2"}])
+    manager.write_likelihood(1, [{"id": "a", "logprobs": [-1.0]}])
+    manager.write_sample_scores(1, {("t", "a"): 0.5})
+    add(manager, "r1", 1, 10)
+    for name in ("metrics.jsonl", "evalops_outbox.jsonl"):
+        (manager.run_dir / name).write_text('{"n": 1}\n')
+    manager.close()
+    written = sorted(manager.run_dir.rglob("*.jsonl"))
+    assert len(written) == 7
+    for path in written:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write('{"torn": "in the mid')
+    with CheckpointManager.open(manager.run_dir) as again:
+        assert len([note for note in again.notes if "dropped a torn last line" in note]) == 7
+        for path in written:
+            durable_files.append_line(path, {"next": 1})
+            assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_a_run_folder_appears_whole_or_not_at_all(tmp_path):
+    code = (
+        "import os, signal, sys\n"
+        "from run_folders import new_run_folder\n"
+        "with new_run_folder(sys.argv[1]) as (unfinished, final):\n"
+        "    (unfinished / 'config.json').write_text('{}')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, check=False)
+    (left,) = tmp_path.iterdir()
+    assert list_runs(tmp_path) == []
+    os.utime(left, (0, 0))
+    with CheckpointManager.create(tmp_path, CONFIG, near_matches=[{"id": "train:1"}]) as made:
+        assert [path.name for path in tmp_path.iterdir()] == [made.run_id]
+        assert find_latest_run(tmp_path) == made.run_dir
+        assert made.load_near_matches() == [{"id": "train:1"}]

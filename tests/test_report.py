@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+import durable_files
 import evaluation
 import report
 import run_summary
@@ -252,7 +253,7 @@ def test_near_copies_notes_of_selections_and_scores_on_training_data_are_told(ma
     fill(manager)
     item = {"item": "q7", "item_where": "e.jsonl:7", "score": 0.9}
     near = [{"id": f"train:{n}", "where": f"t.jsonl:{n}", **item} for n in range(12)]
-    manager.write_near_matches(near)
+    durable_files.write_jsonl(manager.near_matches_path, near)
     assert manager.load_near_matches() == near
     manager.write_set_aside(2, [{"id": "train:5", "label": "refund", "loss": 3.1}])
     manager.write_set_aside(3, [])

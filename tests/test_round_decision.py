@@ -386,8 +386,8 @@ def expected_decision(rights, config):
     the order in which the README states them, written anew."""
     last = len(rights) - 1
     top = rights.index(max(rights))
-    if rights[last] / 40 >= config.eval_threshold:
-        return "stop", "target_met", last, None
+    if max(rights) / 40 >= config.eval_threshold:
+        return "stop", "target_met", top, None
     if last == config.max_rounds:
         return "stop", "target_missed", top, None
     if config.decision.patience and last - top >= config.decision.patience:

@@ -1,0 +1,139 @@
+"""Runs that real signals stop in the middle of an evaluation, and output that nobody reads to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from mini_run import MODEL
+from sdk_clients import KEY
+
+import trainer_with_eval
+from mock_tinker import LocalTinkerServer
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = 100
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalTinkerServer]:
+    with LocalTinkerServer(tmp_path_factory.mktemp("server"), threads=1, allow_faults=True) as running:
+        yield running
+
+
+def delay_samples(server: LocalTinkerServer, seconds: float, *, after: int = 0) -> None:
+    """Answer sampling requests so much later, once `after` more have come; counting starts anew."""
+    fault = {"call": "asample", "kind": "delay", "seconds": seconds, "after": after, "times": None}
+    requests.put(f"{server.base_url}/api/v1/faults", json={"faults": [fault]}, timeout=30).raise_for_status()
+
+
+def asked(server: LocalTinkerServer) -> int:
+    """Sampling requests since the last `delay_samples`."""
+    assert server.faults is not None
+    return int(server.faults.report()["faults"][0]["seen"])
+
+
+def start(*words: str | Path, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "trainer_with_eval.py"), *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+    )
+
+
+def wait_until(true: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 180
+    while not true():
+        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def write_config(folder: Path, rows: int, **changes: Any) -> Path:
+    lines = [{"question": f"The colour of thing {n}?", "answer": ("red", "blue")[n % 2]} for n in range(rows)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    config = {
+        "base_model": MODEL,
+        "train_file": "rows.jsonl",
+        "eval_file": "rows.jsonl",
+        "allow_overlap": True,
+        "lora_rank": 4,
+        "eval_threshold": 0.0,
+        "max_rounds": 1,
+        "selection": {"strategy": "none"},
+        **changes,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder / "config.json"
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "signals"), [("simple", (signal.SIGINT, "twice")), ("inspect", (signal.SIGTERM, "kill"))]
+)
+def test_answered_samples_are_never_asked_again(tmp_path, monkeypatch, server, evaluator, signals):
+    first, second = signals
+    monkeypatch.delenv("TINKER_MOCK", raising=False)
+    monkeypatch.setenv("TINKER_BASE_URL", server.base_url)
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    runs = tmp_path / "runs"
+    config = write_config(tmp_path, ROWS, evaluation={"evaluator": evaluator, "max_tokens": 2})
+
+    def answered() -> list[str]:
+        return [line for path in runs.glob("*/samples/round_00.jsonl") for line in path.read_text().splitlines()]
+
+    # Asked to stop once: what is under way is let come and kept, and nothing else is asked.
+    delay_samples(server, 0.2)
+    process = start("--config", config, "--runs-dir", runs)
+    wait_until(lambda: asked(server) >= 5, process)
+    process.send_signal(first)
+    told, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, told
+    (run_dir,) = runs.iterdir()
+    assert f"--resume {run_dir}" in told
+    assert "Traceback" not in told
+    kept = answered()
+    assert 5 <= len(kept) == asked(server) < ROWS
+    assert json.loads((run_dir / "state.json").read_text())["status"] == "interrupted"
+
+    # Ended at once with requests on their way: their samples are asked again, and only these.
+    delay_samples(server, 600, after=10)
+    process = start("--resume", run_dir)
+    wait_until(lambda: len(answered()) >= len(kept) + 10, process)
+    if second == "twice":
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+    else:
+        process.kill()
+    told, _ = process.communicate(timeout=60)
+    assert process.returncode == (130 if second == "twice" else -signal.SIGKILL)
+    assert answered()[: len(kept)] == kept
+    kept = answered()
+
+    delay_samples(server, 0.001, after=10_000)
+    assert trainer_with_eval.main(["--resume", str(run_dir)]) == 0
+    assert asked(server) == ROWS - len(kept)
+    assert answered()[: len(kept)] == kept
+    assert len({json.loads(line)["id"] for line in answered()}) == len(answered()) == ROWS
+
+
+def test_a_reader_that_leaves_ends_no_run(tmp_path):
+    config = write_config(tmp_path, 4, evaluation={"evaluator": "simple", "max_tokens": 2})
+    process = start("--config", config, "--runs-dir", tmp_path / "runs", TINKER_MOCK="1")
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("service:")
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert json.loads((run_dir / "state.json").read_text())["status"] == "completed"
