@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from durable_files import fsync_folder, read_json, storage_errors, write_json
+from durable_files import fsync_folder, read_json, remove_temporaries, storage_errors, write_json
 from engine_records import RUN_FILE, EngineRecords, NotRecordedError, encode_name
 from error_handling import CheckpointError, RunLockedError
 
@@ -164,6 +164,7 @@ class AdapterStore(EngineRecords):
                 self._undo_replacement(leftover)
             for leftover in self.root.glob(f"runs/*/*/{TEMPORARY}*"):
                 shutil.rmtree(leftover)
+            remove_temporaries(self.root, deep=True)
 
     def close(self) -> None:
         """Release the folder."""

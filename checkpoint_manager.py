@@ -129,6 +129,7 @@ class CheckpointManager:
         try:
             manager._read_state()
             manager._in_charge = manager._state["status"] != "running"
+            durable_files.remove_temporaries(manager.run_dir / "plots")
             for folder in (manager.run_dir, *(manager.run_dir / name for name in ROW_FOLDERS)):
                 durable_files.remove_temporaries(folder)
                 for path in sorted(folder.glob("*.jsonl")):

@@ -194,11 +194,15 @@ def read_jsonl(path: Path | str, *, missing_ok: bool = False) -> tuple[list[dict
     return rows, None
 
 
-def remove_temporaries(folder: Path | str) -> None:
-    """Delete what `write_atomic` left in `folder` when its process was killed. Only the folder's one writer may."""
+def remove_temporaries(folder: Path | str, *, deep: bool = False) -> None:
+    """Delete what `write_atomic` left in `folder`, and with `deep` in all folders below, when its process was killed.
+
+    Only the folder's one writer may.
+    """
     folder = Path(folder)
+    pattern = f".*{TEMPORARY_SUFFIX}"
     with storage_errors(folder, "clean up"):
-        for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
+        for path in list(folder.rglob(pattern) if deep else folder.glob(pattern)):
             path.unlink(missing_ok=True)
 
 

@@ -95,6 +95,25 @@ def test_what_a_killed_process_left_is_cleared_away(tmp_path: Path, moment: str)
     second.close()
 
 
+def test_records_a_killed_process_was_replacing_leave_nothing(tmp_path: Path) -> None:
+    first = AdapterStore(tmp_path)
+    first.open()
+    saved = first.save(make_info(), write_text("old"), overwrite=False)
+    first.close()
+    (tmp_path / "sessions").mkdir(exist_ok=True)
+    leftovers = [
+        folder / ".record.json.0a1b2c3d.tmp"
+        for folder in (tmp_path, tmp_path / "sessions", saved.folder, saved.folder.parent.parent)
+    ]
+    for leftover in leftovers:
+        leftover.write_text("{")
+    second = AdapterStore(tmp_path)
+    second.open()
+    assert not any(leftover.exists() for leftover in leftovers)
+    assert (second.find(make_info().path).folder / "adapter.txt").read_text() == "old"
+    second.close()
+
+
 def test_a_checkpoint_ends_with_its_life(store: AdapterStore) -> None:
     store.save(make_info("short", expires_at=time.time() - 1), write_text("x"), overwrite=False)
     store.save(make_info("long", expires_at=time.time() + 100), write_text("x"), overwrite=False)

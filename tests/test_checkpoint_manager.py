@@ -345,9 +345,11 @@ def test_a_selection_is_written_once(manager):
     assert manager.load_selection(2) == []
 
 
-def test_what_a_killed_replacement_left_behind_is_cleared(manager):
+@pytest.mark.parametrize("folder", ["", "samples", "selection", "likelihood", "scores", "plots"])
+def test_what_a_killed_replacement_left_behind_is_cleared(manager, folder):
     manager.close()
-    leftover = manager.run_dir / ".state.json.0a1b2c3d.tmp"
+    leftover = manager.run_dir / folder / ".state.json.0a1b2c3d.tmp"
+    leftover.parent.mkdir(exist_ok=True)
     leftover.write_text("{")
     CheckpointManager.open(manager.run_dir).close()
     assert not leftover.exists()
