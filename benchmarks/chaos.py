@@ -6,8 +6,8 @@
 Each run is killed by SIGKILL several times: at a named moment (`killed_runs` has them), shortly after one, or at any
 time; some by way of the plain command line. In the end its decisions, learning rates, losses, rows, scores, samples,
 summary and exit code must be those of the unbroken run, its adapters and optimizers bit for bit, and its folder
-well-formed. A kill counts once a step of round 1 was trained. Every run is a line of `results.jsonl` in the folder; the
-folder of a run that differs is kept. The exit code is 0 when no run differs and every phase had its kills.
+well-formed. A kill counts once a step of round 1 was submitted. Every run is a line of `results.jsonl` in the folder;
+the folder of a run that differs is kept. The exit code is 0 when no run differs and every phase had its kills.
 """
 
 from __future__ import annotations
@@ -119,9 +119,11 @@ AT_LEAST = 15
 
 @dataclass(frozen=True)
 class Reference:
-    """An unbroken run: its outcome, its exit code, the moments it passed and the seconds it took."""
+    """An unbroken run in `run`: its outcome, its exit code, the moments it passed, the seconds it took, and how many
+    samples a round's evaluation has."""
 
     config: Path
+    run: Path
     outcome: dict[str, Any]
     code: int
     moments: tuple[str, ...]
@@ -131,7 +133,7 @@ class Reference:
 
 @dataclass
 class Kill:
-    """One kill: the moment aimed at, the phase it hit, and whether a step had been trained before."""
+    """One kill: the moment aimed at, the phase it hit, and whether a step had been submitted before."""
 
     aim: str
     phase: str
@@ -141,7 +143,7 @@ class Kill:
 def write_inputs(folder: Path) -> dict[str, Path]:
     """Write data and configurations into `folder`; returns the configurations' paths by name."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [(("Blue", "Red", "Red")[n % 3], name) for n, name in enumerate(f"{THINGS} mint smoke".split())]
+    rows = [(("Blue", "Red", "Red")[n % 3], name) for n, name in enumerate(f"{THINGS} ivy mint smoke".split())]
     asked = [{"question": f"{colour} thing: {name}?", "answer": colour.lower()} for colour, name in rows]
     files = {
         "train.jsonl": asked,
@@ -174,7 +176,7 @@ def reference_run(config: Path, runs_dir: Path) -> Reference:
         raise RuntimeError("the unbroken run is not as it should be:\n  " + "\n  ".join(wrong))
     outcome = killed_runs.outcome(run)
     samples = len(outcome["samples/round_00.jsonl"])
-    return Reference(config, outcome, attempt.code, attempt.moments, attempt.seconds, samples)
+    return Reference(config, run, outcome, attempt.code, attempt.moments, attempt.seconds, samples)
 
 
 def draw_aim(chance: random.Random, reference: Reference, kills: int, *, fresh: bool) -> tuple[str, Aim]:
@@ -182,7 +184,7 @@ def draw_aim(chance: random.Random, reference: Reference, kills: int, *, fresh: 
     before = FIRST_STEP if fresh and chance.random() < 0.9 else ()
     group = chance.choice([name for name in AIMS for _ in range(1 if name in ("between phases", "any time") else 2)])
     if group == "any time":
-        delay = round(chance.uniform(0.0, reference.seconds / 2), 3)
+        delay = round(chance.uniform(0.0, 1.5 * reference.seconds / kills), 3)
         return f"{delay} s after {'the first step' if before else 'the start'}", Aim(before, delay)
     pattern, longest = chance.choice(AIMS[group])
     times = sum(fnmatchcase(moment, pattern) for moment in reference.moments)
@@ -195,10 +197,12 @@ def draw_aim(chance: random.Random, reference: Reference, kills: int, *, fresh: 
 
 
 def killed_run(
-    reference: Reference, runs_dir: Path, chance: random.Random, *, kills: int, plain: bool
+    reference: Reference, runs_dir: Path, chance: random.Random, *, kills: int, plain: bool = False
 ) -> dict[str, Any]:
-    """Run the reference's configuration with up to `kills` kills, then to its end, and compare; with `plain` by the
-    plain command line alone."""
+    """Run the reference's configuration with up to `kills` kills, then to its end, and compare.
+
+    With `plain` each process is the shell's command line, and its kills come at any time.
+    """
     started = time.monotonic()
     shutil.rmtree(runs_dir, ignore_errors=True)
     made: list[Kill] = []
@@ -207,6 +211,7 @@ def killed_run(
         run = killed_runs.run_folder(runs_dir)
         words = ["--resume", str(run)] if run else ["--config", str(reference.config), "--runs-dir", str(runs_dir)]
         known = killed_runs.answered(run) if run else 0
+        left = killed_runs.traces(run) if run else frozenset()
         told = ""
         if plain:
             delay = chance.uniform(0.0, reference.seconds) if len(made) < kills else None
@@ -226,8 +231,8 @@ def killed_run(
             shutil.rmtree(runs_dir, ignore_errors=True)
             made.append(Kill(told, "before the run", counted=False))
             continue
-        phase = killed_runs.phase_of_kill(run, attempt.at)
-        made.append(Kill(told, phase, counted=killed_runs.started_training(run)))
+        phase = killed_runs.phase_of_kill(run, attempt.at, killed_runs.traces(run) - left)
+        made.append(Kill(told, phase, counted=step_was_submitted(attempt, run)))
     if attempt.code != reference.code:
         wrong.append(f"exit code {attempt.code}, {reference.code} expected: {attempt.output[-1500:]}")
     else:
@@ -243,12 +248,22 @@ def killed_run(
     }
 
 
+def step_was_submitted(attempt: Attempt, run: Path) -> bool:
+    """Whether a step of round 1 was submitted, by this process or an earlier one."""
+    chosen, submitted = (moment for moment, _ in FIRST_STEP)
+    here = attempt.moments[attempt.moments.index(chosen) :] if chosen in attempt.moments else ()
+    return submitted in here or killed_runs.has_trained(run)
+
+
 def asked_too_often(attempt: Attempt, run: Path, known: int, samples: int) -> list[str]:
-    """A complaint when a process asked more samples than were unanswered in the rounds it came to."""
+    """A complaint when a process asked more samples than were unanswered in the rounds it came to.
+
+    One more is asked by a process that finds saved weights, to see whether the server still has them.
+    """
     asked = sum(moment == "ask asample" for moment in attempt.moments)
     rounds = json.loads((run / "state.json").read_text("utf-8"))["round"] + 1
     unanswered = rounds * samples - known
-    if asked > unanswered:
+    if asked > unanswered + 1:
         return [f"{asked} samples were asked where {unanswered} were unanswered in rounds 0 to {rounds - 1}"]
     return []
 

@@ -1,7 +1,7 @@
 """Runs of the loop in processes of their own that SIGKILL ends at a chosen moment, and what each run must hold.
 
     reference = one_attempt(["--config", "c.json", "--runs-dir", "a"], Path("a"))
-    killed = one_attempt(["--config", "c.json", "--runs-dir", "b"], Path("b"), Aim((("ask optim_step", 3),), delay=0.01))
+    killed = one_attempt(["--config", "c.json", "--runs-dir", "b"], Path("b"), Aim((("ask optim_step", 3),)))
     one_attempt(["--resume", str(run_folder(Path("b")))], Path("b"))
     differences(outcome(run_folder(Path("a"))), outcome(run_folder(Path("b"))))
 
@@ -107,10 +107,10 @@ def preload() -> Any:
 def one_attempt(words: Sequence[str], runs_dir: Path, aim: Aim | None = None) -> Attempt:
     """Run the program with the command line `words`, which works in `runs_dir`, until it ends or `aim` is met."""
     context = preload()
-    log, printed = runs_dir.with_suffix(".moments"), runs_dir.with_suffix(".out")
+    log, printed = _log(runs_dir), _printed(runs_dir)
     log.write_bytes(b"")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(list(words), runs_dir, aim, log, printed, theirs), daemon=True)
+    process = context.Process(target=_work, args=(list(words), runs_dir, aim, theirs), daemon=True)
     started = time.monotonic()
     process.start()
     theirs.close()
@@ -137,10 +137,10 @@ def one_attempt(words: Sequence[str], runs_dir: Path, aim: Aim | None = None) ->
 
 
 def plain_attempt(words: Sequence[str], runs_dir: Path, delay: float | None = None) -> Attempt:
-    """The same from the shell's command line, in a fresh interpreter; killed `delay` seconds after it took the run up."""
+    """The same as the shell does it, in a fresh interpreter; killed `delay` seconds after it took the run up."""
     preload()
     states = {path: path.read_bytes() for path in runs_dir.glob("*/state.json")}
-    printed = runs_dir.with_suffix(".out")
+    printed = _printed(runs_dir)
     started = time.monotonic()
     with printed.open("wb") as file:
         process = subprocess.Popen(
@@ -166,6 +166,14 @@ def run_folder(runs_dir: Path) -> Path | None:
     return next(iter(sorted(path.parent for path in runs_dir.glob("*/state.json"))), None)
 
 
+def _log(runs_dir: Path) -> Path:
+    return runs_dir.with_name(f"{runs_dir.name}.moments")
+
+
+def _printed(runs_dir: Path) -> Path:
+    return runs_dir.with_name(f"{runs_dir.name}.out")
+
+
 def _reached(pipe: Any) -> bool:
     try:
         return pipe.poll(LONGEST_S) and bool(pipe.recv_bytes())
@@ -176,13 +184,13 @@ def _reached(pipe: Any) -> bool:
 # What follows runs in the process that is killed.
 
 
-def _work(words: list[str], runs_dir: Path, aim: Aim | None, log: Path, printed: Path, pipe: Any) -> None:
-    output = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+def _work(words: list[str], runs_dir: Path, aim: Aim | None, pipe: Any) -> None:
+    output = os.open(_printed(runs_dir), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(runs_dir.parent)
     sys.argv = [str(PROGRAM), *words]
-    _Moments(runs_dir, aim, os.open(log, os.O_WRONLY | os.O_APPEND), pipe).watch()
+    _Moments(runs_dir, aim, os.open(_log(runs_dir), os.O_WRONLY | os.O_APPEND), pipe).watch()
     import trainer_with_eval
 
     code = trainer_with_eval.main(words)
@@ -264,8 +272,8 @@ class _Moments:
 
 # What differs between two runs that do the same: times, names, and what was paid for once more.
 VOLATILE = frozenset(
-    "run_id pid time at started_at updated_at stopped_at wall_s seconds tokens cost logs command log_path "
-    "resume_history config_digest".split()
+    {"run_id", "pid", "host", "time", "at", "started_at", "updated_at", "stopped_at", "wall_s", "seconds"}
+    | {"tokens", "forward_tokens", "cost", "logs", "command", "log_path", "resume_history", "config_digest"}
 )
 
 
@@ -334,8 +342,7 @@ def faults(run: Path, kills: int) -> list[str]:
                 _jsonl(path)
         except ValueError as err:
             found.append(f"{name} is not well-formed: {err}")
-    left = [path for pattern in (".*.tmp", ".tmp-*", ".old-*") for path in run.rglob(pattern)]
-    found += [f"{path.relative_to(run)} is left over" for path in sorted(left)]
+    found += [f"{path.relative_to(run)} is left over" for path in sorted(half_done(run))]
     rows = [row for row in _jsonl(run / "metrics.jsonl") if not row.get("superseded")]
     for event in ("step", "selection", "checkpoint", "evaluation", "decision", "finish"):
         key = "step" if event == "step" else "round"
@@ -366,43 +373,39 @@ def answered(run: Path) -> int:
     return len({(name, row["task"], row["id"], row["epoch"]) for name, row in rows if row["error"] is None})
 
 
-def started_training(run: Path) -> bool:
-    """Whether a step of round 1 was submitted and answered."""
+def has_trained(run: Path) -> bool:
+    """Whether a step of round 1 was finished."""
     return any(row["event"] == "step" for row in _jsonl(run / "metrics.jsonl", torn=True))
 
 
-def phase_of_kill(run: Path, at: str | None) -> str:
-    """training, saving, evaluation, file replacement or between phases: where the kill hit, by `at`, the moment of an
-    exact one, else by what lies in the run folder."""
-    if at is not None and not re.match(r"(write|replace|sync) .*engine/runs", at):
-        what, name = at.split(" ", 1)
-        if what in ("replace", "sync") or name.endswith(".tmp"):
-            return "file replacement"
-        for phase, calls in {
-            "training": ("forward_backward", "optim_step"),
-            "saving": ("save_weights", "save_weights_for_sampler"),
-            "evaluation": ("asample", "forward"),
-        }.items():
-            if name in calls:
-                return phase
-    engine = run / "engine"
-    if any(not path.is_relative_to(engine) for path in run.rglob(".*.tmp")):
-        return "file replacement"
-    if any(path for pattern in (".tmp-*", ".old-*") for path in engine.rglob(pattern)):
+def half_done(run: Path) -> set[Path]:
+    """Temporary files and folders that are there now."""
+    return {path for pattern in (".*.tmp", ".tmp-*", ".old-*") for path in run.rglob(pattern)}
+
+
+def traces(run: Path) -> set[Path]:
+    """What kills left: temporary files and folders, and states in the engine that the run did not get to write down."""
+    recorded = {engine_folder(run, row["state_path"]) for row in _jsonl(run / "checkpoints.jsonl", torn=True)}
+    saved = {path.parent for path in run.glob("engine/runs/*/weights/[!.]*/checkpoint.json")}
+    return half_done(run) | (saved - recorded)
+
+
+def phase_of_kill(run: Path, at: str | None, left: set[Path]) -> str:
+    """What a kill hit: training, saving, evaluation, file replacement or between phases.
+
+    `at` is the moment of an exact kill; `left` are its own `traces`.
+    """
+    moment = at or ""
+    if fnmatch.fnmatchcase(moment, "* engine/*weights*") or re.match(r"\w+ (save_weights|checkpoints\.jsonl)", moment):
         return "saving"
-    phase = _json(run / "state.json")["phase"]
+    if re.match(r"(replace|sync) |write .*\.tmp$", moment):
+        return "file replacement"
+    if any("weights" in path.parent.name for path in left):
+        return "saving"
+    if left:
+        return "file replacement"
     named = {"train": "training", "checkpoint": "saving", "evaluate": "evaluation", "baseline": "evaluation"}
-    if phase == "train":
-        recorded = {row["state_path"] for row in _jsonl(run / "checkpoints.jsonl", torn=True)}
-        saved = {
-            f"{_json(path)['model_id']}/{_json(path)['name']}"
-            for path in engine.glob("runs/*/weights/*/*.json")
-            if path.name == "checkpoint.json"
-        }
-        known = {f"{path.split('/')[2]}/{path.split('/')[4]}" for path in recorded if path}
-        if saved - known:
-            return "saving"
-    return named.get(phase, "between phases")
+    return named.get(_json(run / "state.json")["phase"], "between phases")
 
 
 def _lasting(value: Any) -> Any:
