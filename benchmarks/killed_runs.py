@@ -319,6 +319,7 @@ def differences(expected: dict[str, Any], found: dict[str, Any], prefix: str = "
         elif isinstance(was, list) and isinstance(now, list) and was != now:
             if len(was) != len(now):
                 lines.append(f"{prefix}{key}: {len(was)} rows expected, {len(now)} found")
+                continue
             pairs = zip(was, now, strict=False)
             number, pair = next(((n, pair) for n, pair in enumerate(pairs) if pair[0] != pair[1]), (0, None))
             if pair and all(isinstance(one, dict) for one in pair):
@@ -342,6 +343,8 @@ def faults(run: Path, kills: int) -> list[str]:
                 _jsonl(path)
         except ValueError as err:
             found.append(f"{name} is not well-formed: {err}")
+    if found:
+        return found
     found += [f"{path.relative_to(run)} is left over" for path in sorted(half_done(run))]
     rows = [row for row in _jsonl(run / "metrics.jsonl") if not row.get("superseded")]
     for event in ("step", "selection", "checkpoint", "evaluation", "decision", "finish"):

@@ -71,7 +71,7 @@ def first_line_again(content: bytes) -> bytes:
         ("metrics.jsonl", first_line_again, "evaluation of round 0 stands 2 times"),
         ("metrics.jsonl", lambda content: content + b'{"event": "st', "metrics.jsonl is not well-formed"),
         ("samples/round_01.jsonl", first_line_again, "was answered 2 times"),
-        ("selection/round_02.jsonl", first_line_again, "selection/round_02.jsonl: 24 rows expected, 25 found"),
+        ("selection/round_02.jsonl", first_line_again, "selection/round_02.jsonl: 25 rows expected, 26 found"),
         (
             "summary.json",
             lambda content: content.replace(b"rolled_back", b"improved"),
