@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -188,7 +188,7 @@ def draw_aim(chance: random.Random, reference: Reference, kills: int, *, fresh: 
         return f"{delay} s after {'the first step' if before else 'the start'}", Aim(before, delay)
     pattern, longest = chance.choice(AIMS[group])
     times = sum(fnmatchcase(moment, pattern) for moment in reference.moments)
-    count = chance.randint(1, max(1, times // kills))
+    count = 1 + int(chance.random() * max(1, times // kills))
     exact = f"{pattern} number {count}{' after the first step' if before else ''}"
     if longest is None:
         return exact, Aim((*before, (pattern, count)), None)
@@ -197,11 +197,17 @@ def draw_aim(chance: random.Random, reference: Reference, kills: int, *, fresh: 
 
 
 def killed_run(
-    reference: Reference, runs_dir: Path, chance: random.Random, *, kills: int, plain: bool = False
+    reference: Reference,
+    runs_dir: Path,
+    chance: random.Random,
+    *,
+    kills: int,
+    plain: Literal["no", "last", "all"] = "no",
 ) -> dict[str, Any]:
     """Run the reference's configuration with up to `kills` kills, then to its end, and compare.
 
-    With `plain` each process is the shell's command line, and its kills come at any time.
+    `plain` says which processes are the shell's own, in a fresh interpreter: none, the last one, which ends the run,
+    or all, whose kills then come at any time.
     """
     started = time.monotonic()
     shutil.rmtree(runs_dir, ignore_errors=True)
@@ -213,8 +219,8 @@ def killed_run(
         known = killed_runs.answered(run) if run else 0
         left = killed_runs.traces(run) if run else frozenset()
         told = ""
-        if plain:
-            delay = chance.uniform(0.0, reference.seconds) if len(made) < kills else None
+        if plain == "all" or (plain == "last" and len(made) == kills):
+            delay = round(chance.uniform(0.0, reference.seconds), 3) if len(made) < kills else None
             told = f"{delay} s after the plain command line took the run up"
             attempt = killed_runs.plain_attempt(words, runs_dir, delay)
         else:
@@ -268,8 +274,11 @@ def asked_too_often(attempt: Attempt, run: Path, known: int, samples: int) -> li
     return []
 
 
-def chaos(folder: Path, kills: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Kill runs until `kills` kills counted; yields each run's result, those of an earlier call first."""
+def chaos(folder: Path, kills: int, seed: int, only: str | None = None) -> Iterator[dict[str, Any]]:
+    """Kill runs until `kills` kills counted; yields each run's result, those of an earlier call first.
+
+    `only` names the one kind of run to make, else all of `CONFIGS` take turns.
+    """
     results = folder / "results.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     earlier = [json.loads(line) for line in results.read_text("utf-8").splitlines()] if results.exists() else []
@@ -280,13 +289,13 @@ def chaos(folder: Path, kills: int, seed: int) -> Iterator[dict[str, Any]]:
     while counted < kills:
         if number not in done:
             chance = random.Random(f"{seed}:{number}")
-            name = list(configs)[2 if number % 6 == 5 else number % 2]
-            plain = number % 8 == 7
+            name = only or list(configs)[2 if number % 6 == 5 else number % 2]
+            plain: Literal["no", "last", "all"] = "all" if number % 8 == 7 else "last" if number % 4 == 0 else "no"
             if name not in references:
                 where = folder / f"reference_{list(configs).index(name)}"
                 shutil.rmtree(where, ignore_errors=True)
                 references[name] = reference_run(configs[name], where)
-            wanted = chance.randint(2, 3) if plain else chance.randint(4, 8)
+            wanted = chance.randint(2, 3) if plain == "all" else chance.randint(4, 8)
             outcome = killed_run(references[name], folder / f"run_{number}", chance, kills=wanted, plain=plain)
             done[number] = {"run": number, "seed": seed, "config": name, "plain": plain, **outcome}
             with results.open("a", encoding="utf-8") as file:
@@ -301,6 +310,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="kills after the first step (default 200)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the plan of kills (default 0)")
+    parser.add_argument("--only", choices=list(CONFIGS), help="the one kind of run to make (default: all take turns)")
     parser.add_argument("--folder", type=Path, help="where runs and results are kept (default: a new temporary folder)")
     args = parser.parse_args()
     folder = (args.folder or Path(tempfile.mkdtemp(prefix="chaos-"))).resolve()
@@ -308,7 +318,7 @@ def main() -> int:
     tally: Counter[str] = Counter()
     runs = differing = uncounted = 0
     seconds = 0.0
-    for result in chaos(folder, args.kills, args.seed):
+    for result in chaos(folder, args.kills, args.seed, args.only):
         tally.update(kill["phase"] for kill in result["kills"] if kill["counted"])
         uncounted += sum(not kill["counted"] for kill in result["kills"])
         runs += 1

@@ -204,7 +204,7 @@ class _Moments:
 
     def __init__(self, runs_dir: Path, aim: Aim | None, log: int, pipe: Any) -> None:
         self._prefix = f"{runs_dir}{os.sep}"
-        self._left = [[pattern, count] for pattern, count in aim.path] if aim else []
+        self._left = [pattern for pattern, count in aim.path for _ in range(count)] if aim else []
         self._aim = aim
         self._log = log
         self._pipe = pipe
@@ -229,7 +229,7 @@ class _Moments:
             await serve(app, scope, receive, send)
             self._pass(f"answered {call}")
 
-        FastAPI.__call__ = announced  # type: ignore[method-assign]
+        FastAPI.__call__ = announced  # type: ignore[method-assign, assignment]
 
     def _audit(self, event: str, details: tuple[Any, ...]) -> None:
         if event == "open":
@@ -254,12 +254,10 @@ class _Moments:
     def _pass(self, moment: str) -> None:
         with self._lock:
             os.write(self._log, f"{moment}\n".encode())
-            if self._left and fnmatch.fnmatchcase(moment, self._left[0][0]):
-                self._left[0][1] -= 1
-                if self._left[0][1] == 0:
-                    self._left.pop(0)
-                    if not self._left:
-                        self._arrive()
+            if self._left and fnmatch.fnmatchcase(moment, self._left[0]):
+                self._left.pop(0)
+                if not self._left:
+                    self._arrive()
 
     def _arrive(self) -> None:
         assert self._aim is not None
