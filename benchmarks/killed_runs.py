@@ -139,7 +139,7 @@ def one_attempt(words: Sequence[str], runs_dir: Path, aim: Aim | None = None) ->
 def plain_attempt(words: Sequence[str], runs_dir: Path, delay: float | None = None) -> Attempt:
     """The same as the shell does it, in a fresh interpreter; killed `delay` seconds after it took the run up."""
     preload()
-    states = {path: path.read_bytes() for path in runs_dir.glob("*/state.json")}
+    states = {path: path.read_bytes() for path in runs_dir.glob("[!.]*/state.json")}
     printed = _printed(runs_dir)
     started = time.monotonic()
     with printed.open("wb") as file:
@@ -149,7 +149,7 @@ def plain_attempt(words: Sequence[str], runs_dir: Path, delay: float | None = No
     try:
         if delay is not None:
             while process.poll() is None and time.monotonic() < started + LONGEST_S:
-                if any(path.read_bytes() != states.get(path) for path in runs_dir.glob("*/state.json")):
+                if any(path.read_bytes() != states.get(path) for path in runs_dir.glob("[!.]*/state.json")):
                     time.sleep(delay)
                     process.kill()
                     break
@@ -163,7 +163,7 @@ def plain_attempt(words: Sequence[str], runs_dir: Path, delay: float | None = No
 
 def run_folder(runs_dir: Path) -> Path | None:
     """The one run folder in `runs_dir`; None before there is one."""
-    return next(iter(sorted(path.parent for path in runs_dir.glob("*/state.json"))), None)
+    return next((path.parent for path in runs_dir.glob("[!.]*/state.json")), None)
 
 
 def _log(runs_dir: Path) -> Path:
