@@ -107,6 +107,8 @@ AIMS: dict[str, tuple[tuple[str, float | None], ...]] = {
         ("write .summary.json.tmp", 0.01),
         ("write plots/*", 0.01),
         ("replace report.html", None),
+        ("replace engine/sessions/*", None),
+        ("replace engine/*run.json", None),
     ),
     "between phases": (("write .state.json.tmp", 0.1), ("replace selection/*", 0.05), ("replace state.json", 0.05)),
     "any time": (),
@@ -167,6 +169,7 @@ def write_inputs(folder: Path) -> dict[str, Path]:
 
 def reference_run(config: Path, runs_dir: Path) -> Reference:
     """Run `config` to its end without an interruption."""
+    killed_runs.start_fork_server()
     attempt = killed_runs.one_attempt(["--config", str(config), "--runs-dir", str(runs_dir)], runs_dir)
     run = killed_runs.run_folder(runs_dir)
     if run is None or attempt.code not in (0, 3):

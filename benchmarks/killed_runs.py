@@ -92,6 +92,13 @@ class Attempt:
         return self.code == -signal.SIGKILL
 
 
+def start_fork_server() -> None:
+    """Have the process that imports everything do so now, which takes many seconds once."""
+    process = preload().Process(target=int)
+    process.start()
+    process.join()
+
+
 def preload() -> Any:
     """The context whose processes are forked from one that has imported everything."""
     os.environ.update(TINKER_MOCK="1", TINKER_TELEMETRY="0", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")

@@ -16,7 +16,7 @@ from mini_run import mini_run
 
 from benchmarks import chaos, killed_runs
 
-SEED = 186
+SEED = 221
 
 
 @pytest.mark.timeout(480)
