@@ -79,7 +79,7 @@ AIMS: dict[str, tuple[tuple[str, float | None], ...]] = {
         ("ask optim_step", None),
         ("answered optim_step", None),
         ("answered optim_step", 0.1),
-        ("write metrics.jsonl", None),
+        ("append metrics.jsonl", None),
     ),
     "saving": (
         ("ask save_weights*", None),
@@ -88,15 +88,15 @@ AIMS: dict[str, tuple[tuple[str, float | None], ...]] = {
         ("replace engine/*weights/.tmp/checkpoint.json", None),
         ("replace engine/*weights/round_*", None),
         ("sync engine/*weights", None),
-        ("write checkpoints.jsonl", None),
-        ("write checkpoints.jsonl", 0.05),
+        ("append checkpoints.jsonl", None),
+        ("append checkpoints.jsonl", 0.05),
     ),
     "evaluation": (
         ("ask create_sampling_session", None),
         ("ask asample", None),
         ("answered asample", 0.1),
-        ("write samples/*", None),
-        ("write samples/*", 0.1),
+        ("append samples/*", None),
+        ("append samples/*", 0.1),
         ("replace likelihood/*", None),
     ),
     "file replacement": (

@@ -9,7 +9,7 @@ A process is forked from one that has imported everything, and runs the command 
 which are written down and can be aimed at:
 
     ask CALL, answered CALL      a request reached the embedded engine, and its answer was sent
-    write FILE                   a file of the run folder is about to be opened for writing
+    write FILE, append FILE      a file of the run folder is about to be opened for that
     replace FILE                 a temporary file or folder is about to be renamed to this one
     sync FOLDER                  a folder is about to be opened to be made durable, after a rename or a new file in it
 
@@ -242,7 +242,7 @@ class _Moments:
         if event == "open":
             path, mode, flags = details
             if flags & (os.O_WRONLY | os.O_RDWR):
-                self._pass_file("write", path)
+                self._pass_file("append" if flags & os.O_APPEND else "write", path)
             elif mode is None:
                 self._pass_file("sync", path)
         elif event == "os.rename":
