@@ -1,6 +1,6 @@
 """Kill runs of the loop at any moment, resume them, and compare each with one run that was never interrupted.
 
-    python benchmarks/chaos.py --kills 200                    # about half an hour on two cores
+    python benchmarks/chaos.py --kills 200                    # a few seconds a kill
     python benchmarks/chaos.py --kills 200 --folder chaos     # the same again goes on where it was interrupted
 
 Each run is killed by SIGKILL several times: at a named moment (`killed_runs` has them), shortly after one, or at any
