@@ -19,7 +19,7 @@ from benchmarks import chaos, killed_runs
 SEED = 221
 
 
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(900)
 def test_runs_killed_at_ten_moments_end_as_if_they_had_not_been(tmp_path):
     folder = tmp_path / "with spaces"
     options = ["--kills", "10", "--seed", str(SEED), "--only", "goes back", "--folder", str(folder)]
