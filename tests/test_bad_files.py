@@ -65,7 +65,7 @@ WIDE = "1: the file is UTF-16 or UTF-32, not UTF-8; save it as UTF-8"
         (codecs.BOM_UTF32_BE + TEXT.encode("utf-32-be"), WIDE),
         (TEXT.encode("utf-32-le"), WIDE),
         (TEXT.encode("utf-32-be"), WIDE),
-        (gzip.compress(TEXT.encode()), "1: the file is compressed (gzip); unpack it"),
+        (gzip.compress(TEXT.encode(), mtime=0), "1: the file is compressed (gzip); unpack it"),
         (bz2.compress(TEXT.encode()), "1: the file is compressed (bzip2); unpack it"),
         (lzma.compress(TEXT.encode()), "1: the file is compressed (xz); unpack it"),
         (b"\x28\xb5\x2f\xfd\x04\x00rest", "1: the file is compressed (zstd); unpack it"),
