@@ -24,6 +24,8 @@ def farben():
     return Task(dataset=samples, scorer=match())
 """
 
+pytestmark = pytest.mark.timeout(600)  # two programs start one after the other, each with all it imports
+
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
 
