@@ -3,6 +3,7 @@
     found = compare(train_rows, eval_rows)
     found.overlap     # pairs that ask the same (`overlap`): a run refuses them
     found.near        # rows near an item (`near_matches`): they are left out of training, and listed
+    found.differing   # pairs with the same user turn that are two tasks by their system turns (`overlap.Asked`)
     found.nearest     # the most similar pair of the rest, for a person to judge
 
 Rows are read once, in order, and not kept: time is linear in them and memory does not grow.
@@ -20,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from near_matches import COMMON_COUNT, COMMON_SHARE, SAMPLED_ROWS, Encoded, NearMatcher
-from overlap import Asks, find_overlap, prompt_key, question_keys, question_text
+from near_matches import COMMON_COUNT, COMMON_SHARE, SAMPLED_ROWS, Encoded, Match, NearMatcher, told_share
+from overlap import Asked, Asks, find_overlap, question_keys, question_text
 from text_index import count_words, to_unit_length
 from word_table import WordTable, batches, evenly_spaced
 
@@ -52,7 +53,8 @@ S = TypeVar("S", bound=Named)
 @dataclass(frozen=True)
 class NearMatch:
     """A training row and the evaluation item it holds most of. `score` is the share of the item's word n-grams, in
-    [0.8, 1]; `position` counts the training rows from 0."""
+    [0.8, 1], those of sentences that many items hold left out where `own` is set; `position` counts the training rows
+    from 0. `kept` says that the row is trained on all the same."""
 
     position: int
     row_id: str
@@ -60,6 +62,8 @@ class NearMatch:
     item_id: str
     item_where: str
     score: float
+    own: bool = False
+    kept: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """A row of `near_matches.jsonl`."""
@@ -69,45 +73,59 @@ class NearMatch:
             "item": self.item_id,
             "item_where": self.item_where,
             "score": self.score,
+            "without_shared_sentences": self.own,
+            "kept": self.kept,
         }
 
     def __str__(self) -> str:
-        return f"{self.row_where} holds {self.score:.0%} of item {self.item_id!r} ({self.item_where})"
+        return f"{self.row_where} holds {told_share(self.score, self.own)} of item {self.item_id!r} ({self.item_where})"
 
 
 @dataclass(frozen=True)
 class Comparison(Generic[R, S]):
     """What `compare` found. `nearest` is (row, item, similarity in [0, 1]) over rows in neither `overlap` nor `near`;
-    None when no such row shares a word with an item."""
+    None when no such row shares a word with an item. `differing` has each row that would be in `overlap` but for its
+    system turn and answer, with one such item."""
 
     overlap: tuple[tuple[R, S], ...]
     near: tuple[NearMatch, ...]
     nearest: tuple[R, S, float] | None
+    differing: tuple[tuple[R, S], ...] = ()
 
 
-def compare(rows: Sequence[R], items: Sequence[S], same: Collection[int] | None = None) -> Comparison[R, S]:
+def compare(rows: Sequence[R], items: Sequence[S], asking: Iterable[int] | None = None) -> Comparison[R, S]:
     """Compare every training row with every evaluation item, in one pass over the rows.
 
-    `same` are the positions of the rows that ask what an item asks, where these are known already.
+    `asking` are the positions of the rows with a key of an item (`overlap.question_keys`), where these are known.
     """
     if not rows or not items:
         return Comparison((), (), None)
-    keys = {prompt_key(item) for item in items}
-    if same is None:
-        same = {position for position, row in enumerate(rows) if not keys.isdisjoint(question_keys(row))}
+    asked = tuple(Asked.by(item) for item in items)
+    by_key = {question.key: number for number, question in reversed(list(enumerate(asked)))}
+    if asking is None:
+        asking = [position for position, row in enumerate(rows) if not by_key.keys().isdisjoint(question_keys(row))]
+    candidates = {position: rows[position] for position in sorted(asking)}
+    overlap = find_overlap(list(candidates.values()), items)
+    partnered = {id(row) for row, _ in overlap}
+    same = {position for position, row in candidates.items() if id(row) in partnered}
+    differing = [
+        (row, items[min(by_key[key] for key in question_keys(row) & by_key.keys())])
+        for position, row in candidates.items()
+        if position not in same
+    ]
     work = _Work(
         tuple(question_text(item) for item in items),
+        asked,
         tuple(question_text(row) for row in evenly_spaced(rows, SAMPLED_ROWS)),
         len(rows) * len(items) <= _ALL_PAIRS,
     )
     found, nearest = _scan_all(work, rows, same)
     matches = [
-        NearMatch(position, name, where, items[item].id, items[item].where, share)
-        for position, name, where, item, share in sorted(found)
+        NearMatch(position, name, where, items[match.item].id, items[match.item].where, match.share, match.own)
+        for position, name, where, match in sorted(found)
     ]
     best = None if nearest is None else (rows[nearest[0]], items[nearest[1]], nearest[2])
-    overlap = find_overlap([rows[position] for position in sorted(same)], items)
-    return Comparison(tuple(overlap), tuple(matches), best)
+    return Comparison(tuple(overlap), tuple(matches), best, tuple(differing))
 
 
 def _scan_all(work: _Work, rows: Sequence[Named], same: Collection[int]) -> _Found:
@@ -152,12 +170,13 @@ class _Work:
     """What every part of the rows is compared with."""
 
     items: tuple[str, ...]
+    asked: tuple[Asked, ...]
     sample: tuple[str, ...]
     all_pairs: bool
 
 
-_Found = tuple[list[tuple[int, str, str, int, float]], tuple[int, int, float] | None]
-"""(position, row id, where, item, share) of each near match, and (position, item, similarity) of the nearest pair."""
+_Found = tuple[list[tuple[int, str, str, Match]], tuple[int, int, float] | None]
+"""(position, row id, where, match) of each near match, and (position, item, similarity) of the nearest pair."""
 
 
 def _scan(work: _Work, rows: Iterable[Named], first: int, same: Collection[int]) -> _Found:
@@ -167,11 +186,13 @@ def _scan(work: _Work, rows: Iterable[Named], first: int, same: Collection[int])
     matches = []
     for number, block in enumerate(batches(rows, _BLOCK)):
         encoded = near.encode([question_text(row) for row in block])
-        found = near.match(encoded)
         start = first + number * _BLOCK
-        for at, (item, share) in found.items():
-            if start + at not in same:
-                matches.append((start + at, block[at].id, block[at].where, item, share))
+        found = {}
+        for at, held in near.match(encoded).items():
+            match = next((match for match in held if not work.asked[match.item].differs(block[at])), None)
+            if match is not None and start + at not in same:
+                found[at] = match
+        matches += [(start + at, block[at].id, block[at].where, match) for at, match in found.items()]
         among = [at for at in range(len(block)) if at not in found and start + at not in same]
         nearest.add(encoded, among, start)
     return matches, nearest.best

@@ -217,10 +217,10 @@ class DataSelector:
 
     def _bar(self, draw: Draw, items: EvaluationItems, notes: list[str]) -> None:
         """Close the rows that ask the same as an item. Samples count too: the items of a task are in no file."""
-        barred = self._supply.asking(items.keys)
+        barred = [at for at in self._supply.asking(items.keys).tolist() if items.asks_same(self._supply[at])]
         draw.open[barred] = False
-        if len(barred):
-            listed = ", ".join(self._supply[int(position)].where for position in barred[:10])
+        if barred:
+            listed = ", ".join(self._supply[position].where for position in barred[:10])
             more = f", ... and {len(barred) - 10} more" if len(barred) > 10 else ""
             notes.append(f"{len(barred)} rows ask what an evaluation item asks and are never chosen: {listed}{more}")
 

@@ -175,7 +175,8 @@ def with_signs(text: str) -> str:
     return folded.strip("\"'`*").rstrip(".,;:!? ")
 
 
-def _mentions(text: str, label: str) -> bool:
+def mentions(text: str, label: str) -> bool:
+    """Whether the label is in the text as whole words; both as they are."""
     return re.search(rf"(?<!\w){re.escape(label)}(?!\w)", text) is not None
 
 
@@ -191,14 +192,14 @@ def score_reply(output: str, target: str, labels: Iterable[str] = ()) -> tuple[f
         raise EvaluationError("a target that is empty after normalisation cannot be scored; give it a word")
     if said == wanted:
         return 1.0, 1.0
-    if not _mentions(said, wanted):
+    if not mentions(said, wanted):
         return 0.0, 0.0
     rest = said
     # Longest first, so that what is inside the wanted label is gone before shorter labels are looked for.
     for label in sorted({normalise(name) for name in labels} - {""} | {wanted}, key=len, reverse=True):
         if label == wanted:
             rest = re.sub(rf"(?<!\w){re.escape(label)}(?!\w)", " ", rest)
-        elif _mentions(rest, label):
+        elif mentions(rest, label):
             return 0.0, 0.0
     return 0.0, 1.0
 

@@ -6,36 +6,43 @@ items.asks_same(row), items.held_by(row)        # False, "83% of sample arc_easy
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import cached_property
 
 from evaluation import EVAL_FILE_TASK, SampleResult
-from near_matches import NearMatcher
-from overlap import dialogue_key, fingerprint, prompt_key, question_keys, question_text
+from near_matches import NearMatcher, told_share
+from overlap import Asked, dialogue_key, fingerprint, question_keys, question_text
 from row_record import Row
 
 
 class EvaluationItems:
     """Evaluation rows, and the samples of tasks whose items are in no file. `supply` are the training rows, by which
-    common n-grams are told (`near_matches`)."""
+    common n-grams are told (`near_matches`). A row with the user turn of an item is no copy of it when system turns and
+    answers differ (`overlap.Asked`); of samples it always is, as a task's target is seldom what a row would answer."""
 
     def __init__(self, supply: Sequence[Row], rows: Sequence[Row], samples: Sequence[SampleResult] = ()) -> None:
         self._supply, self._rows = supply, rows
-        self._names = {question_text(row): f"item {row.id!r}" for row in rows}
-        self.keys = {prompt_key(row) for row in rows}
+        self._items = {(question_text(row), Asked.by(row)): f"item {row.id!r}" for row in rows}
         for sample in samples:
             if not sample.input.strip():
                 continue
             told = f"sample {sample.task}/{sample.id}"
-            self._names[sample.input] = told
-            self.keys.add(fingerprint([sample.input]))
+            self._items[sample.input, Asked(fingerprint([sample.input]))] = told
             if sample.turns is not None:
-                self._names["\n".join(turn["content"] for turn in sample.turns if turn["role"] == "user")] = told
-                self.keys.add(dialogue_key(sample.turns))
+                spoken = "\n".join(turn["content"] for turn in sample.turns if turn["role"] == "user")
+                self._items[spoken, Asked(dialogue_key(sample.turns))] = told
+        self._by_key: dict[bytes, list[Asked]] = {}
+        for _, asked in self._items:
+            self._by_key.setdefault(asked.key, []).append(asked)
+
+    @property
+    def keys(self) -> Set[bytes]:
+        """`overlap.prompt_key` of every item: only a row with one of these can ask the same."""
+        return self._by_key.keys()
 
     @cached_property
     def _matcher(self) -> NearMatcher:
-        return NearMatcher.against(list(self._names), self._supply)
+        return NearMatcher.against([text for text, _ in self._items], self._supply)
 
     def with_samples(self, samples: Sequence[SampleResult]) -> EvaluationItems:
         """These items and what `samples` ask. Those of `eval_file` are there as rows already: a turn of such a dialogue
@@ -45,9 +52,16 @@ class EvaluationItems:
 
     def asks_same(self, row: Row) -> bool:
         """Whether `row` asks what an item asks."""
-        return not self.keys.isdisjoint(question_keys(row))
+        shared = question_keys(row) & self.keys
+        return any(not asked.differs(row) for key in shared for asked in self._by_key[key])
 
     def held_by(self, row: Row) -> str | None:
         """The item that `row` holds most of, in words; None when it is near none."""
-        found = self._matcher.match_text(question_text(row)) if self._names else None
-        return None if found is None else f"{found[1]:.0%} of {list(self._names.values())[found[0]]}"
+        if not self._items:
+            return None
+        items = list(self._items.items())
+        for match in self._matcher.match_text(question_text(row)):
+            (_, asked), name = items[match.item]
+            if not asked.differs(row):
+                return f"{told_share(match.share, match.own)} of {name}"
+        return None

@@ -1,25 +1,34 @@
 """Which texts hold most of an evaluation item, word for word.
 
     matcher = NearMatcher.against([question_text(item) for item in items], train_rows)
-    matcher.match_text("Tell me: ...")        # (item, share of its n-grams), None for a text near no item
+    matcher.match_text("Tell me: ...")        # [Match(item, share, own)], the item held most first
 
-A row is *near* an item when it holds at least 80 % of the item's n-grams of words (containment), whatever else it
+A text is *near* an item when it holds at least 80 % of the item's n-grams of words (containment), whatever else it
 says. n is 8, as long runs as that are rarely shared by chance, and for an item below 16 words half its words (at least
-3), so that a short item has several n-grams too. An item of fewer than 3 words is compared as a whole only.
+3), so that a short item has several n-grams too. An item of fewer than 3 words is compared as a whole only. System
+turns never count.
 
-Questions are often made from a template ("What is the capital of ..."), or begin with one instruction. So a row must
-also hold 80 % of those n-grams of the item that are not common; common is what more than 5 and more than 1 % of the
-items hold, or of 2,000 rows spread evenly over the training rows. An item of common n-grams alone keeps them all:
-otherwise a question copied many times would slip through. System turns never count.
+**Instructions.** Sentences (up to a full stop, colon, line end and the like) that more than 5 and more than 1 % of the
+items hold are no item's own: an instruction, examples before every question. What an item has beside these, without
+pieces of fewer than 3 words, is compared by itself as well (`Match.own`), if it has at least 3 n-grams (5 words), so
+that the bare question is found too.
+
+**Templates** ("What is the capital of ...") are shared by questions that differ. So a text must also hold 80 % of those
+n-grams of the item that are not common. Common is what more than 5 and more than 1 % of the items hold, or of 2,000
+rows spread evenly over the training rows; an item of common n-grams alone keeps them all. Rows that are copies of the
+item make nothing common, however many they are. A copy is a row that is near the item and none of a template's. What
+tells a template's: it has another word than the item in a place where such rows have more than 5 different words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from overlap import Asks, question_text
-from word_table import WordTable, evenly_spaced
+from word_table import WordTable, evenly_spaced, word_hashes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +39,8 @@ SHORTEST_NGRAM = 3
 COMMON_SHARE = 0.01
 COMMON_COUNT = 5
 SAMPLED_ROWS = 2000
+FEWEST_OWN_NGRAMS = 3
+_SENTENCE_END = re.compile(r"[.!?:;]+(?=\s|$)|[。！？：；]|\n")
 # Most runs of words are no item's: a table of bits says so without a search, for all but a few.
 _FILTER_BITS = 20
 _FILTER_SHIFT = 64 - _FILTER_BITS
@@ -43,6 +54,15 @@ Windows = tuple["np.ndarray", "np.ndarray", "np.ndarray", "np.ndarray"]
 """(words of all texts, `_mixed`; where an n-gram may begin; in which text; how many known words follow there)."""
 
 
+class Match(NamedTuple):
+    """An item that a text is near, by its number, and the share of n-grams held, in [0.8, 1]: of the item's, or, where
+    `own` is set, of those it has without the sentences that many items hold."""
+
+    item: int
+    share: float
+    own: bool = False
+
+
 class NearMatcher:
     """Finds the texts that hold most of an item. `sample` are texts of rows by which common n-grams are told."""
 
@@ -51,19 +71,20 @@ class NearMatcher:
 
         self.words = WordTable("symbols")
         numbers, counts = self.words.encode(items)
-        mixed, ends = _mixed(numbers), np.cumsum(counts)
-        grams: dict[int, dict[int, np.ndarray]] = {}  # by n, by item
-        for item, (end, count) in enumerate(zip(ends.tolist(), counts.tolist(), strict=True)):
-            if count >= SHORTEST_NGRAM:
-                n = ngram_length(count)
-                grams.setdefault(n, {})[item] = np.unique(_hashes(mixed[end - count : end], n))
-        sampled = list(sample)
-        self._sizes = [_Size(n, by_item) for n, by_item in sorted(grams.items())]
+        whole = dict(enumerate(np.split(numbers, np.cumsum(counts)[:-1]) if len(items) else ()))
+        own = _own_words(self.words, items)
+        self._sizes = [*_sizes(whole, own=False), *_sizes(own, own=True)]
         self._begins = np.zeros(1 << _FILTER_BITS, dtype=bool)
-        self._begins[_hashes(mixed, SHORTEST_NGRAM) >> _FILTER_SHIFT] = True
-        windows = self._windows(*self.encode(sampled))
+        for of_item in (numbers, *own.values()):
+            self._begins[_hashes(_mixed(of_item), SHORTEST_NGRAM) >> _FILTER_SHIFT] = True
+        sampled = list(sample)
+        encoded = self.encode(sampled)
+        windows = self._windows(*encoded)
         for size in self._sizes:
-            size.leave_out_common(size.hits(*windows), len(items), len(sampled))
+            size.leave_out(size.counts > max(COMMON_COUNT, COMMON_SHARE * len(items)))
+            size.leave_out(
+                size.rows_beside_copies(sampled, encoded, windows) > max(COMMON_COUNT, COMMON_SHARE * len(sampled))
+            )
 
     @classmethod
     def against(cls, items: Sequence[str], rows: Sequence[Asks]) -> NearMatcher:
@@ -74,18 +95,17 @@ class NearMatcher:
         """The texts as `match` takes them."""
         return self.words.encode(texts, grow=False)
 
-    def match(self, encoded: Encoded) -> dict[int, tuple[int, float]]:
-        """(item, share of its n-grams) by text, for the texts near an item; of several items the one held most."""
-        numbers, counts = encoded
-        windows = self._windows(numbers, counts)
-        found: dict[int, tuple[int, float]] = {}
+    def match(self, encoded: Encoded) -> dict[int, list[Match]]:
+        """The items that texts are near, by text, for those that are near any; the one held most comes first."""
+        windows = self._windows(*encoded)
+        found: dict[int, dict[int, Match]] = {}
         for size in self._sizes:
-            for text, item in size.candidates(size.hits(*windows)):
-                end = int(counts[: text + 1].sum())
-                share = size.share(numbers[end - int(counts[text]) : end], item)
-                if share >= NEAR and (text not in found or (share, -item) > (found[text][1], -found[text][0])):
-                    found[text] = item, share
-        return found
+            for text, item, share in size.near(encoded, windows):
+                found.setdefault(text, {}).setdefault(item, Match(item, share, size.own))  # the whole item comes first
+        return {
+            text: sorted(matches.values(), key=lambda match: (-match.share, match.own, match.item))
+            for text, matches in found.items()
+        }
 
     def _windows(self, numbers: np.ndarray, counts: np.ndarray) -> Windows:
         """Where the items' n-grams may begin."""
@@ -100,9 +120,14 @@ class NearMatcher:
         starts = starts[self._begins[_hashes(mixed, SHORTEST_NGRAM, starts) >> _FILTER_SHIFT]]
         return mixed, starts, np.searchsorted(np.cumsum(counts), starts, side="right"), runs[starts]
 
-    def match_text(self, text: str) -> tuple[int, float] | None:
-        """(item, share) for one text; None when it is near no item."""
-        return self.match(self.encode([text])).get(0)
+    def match_text(self, text: str) -> list[Match]:
+        """The items that one text is near, the one held most first."""
+        return self.match(self.encode([text])).get(0, [])
+
+
+def told_share(share: float, own: bool) -> str:
+    """`Match.share` in words that go before "of" and the item."""
+    return f"{share:.0%}{' (without sentences that many items hold)' if own else ''}"
 
 
 def ngram_length(n_words: int) -> int:
@@ -110,75 +135,155 @@ def ngram_length(n_words: int) -> int:
     return min(LONGEST_NGRAM, max(SHORTEST_NGRAM, n_words // 2))
 
 
+def _own_words(words: WordTable, items: Sequence[str]) -> dict[int, np.ndarray]:
+    """By item the numbers of the words it has without the sentences that many items hold. Only for items with such
+    sentences, and with enough words beside these."""
+    import numpy as np
+
+    sentences = [_SENTENCE_END.split(item) for item in items]
+    numbers, counts = words.encode([sentence for of_item in sentences for sentence in of_item])
+    pieces = iter(np.split(numbers, np.cumsum(counts)[:-1]) if len(items) else ())
+    by_item = [[next(pieces) for _ in of_item] for of_item in sentences]
+    holders = Counter(key for of_item in by_item for key in {piece.tobytes() for piece in of_item if len(piece)})
+    limit = max(COMMON_COUNT, COMMON_SHARE * len(items))
+    own: dict[int, np.ndarray] = {}
+    for item, of_item in enumerate(by_item):
+        rest = [piece for piece in of_item if holders[piece.tobytes()] <= limit]
+        if len(rest) < len(of_item):
+            kept = [piece for piece in rest if len(piece) >= SHORTEST_NGRAM]
+            together = np.concatenate([*kept, np.zeros(0, dtype=np.int64)])
+            if len(together) - ngram_length(len(together)) + 1 >= FEWEST_OWN_NGRAMS:
+                own[item] = together
+    return own
+
+
+def _sizes(texts: Mapping[int, np.ndarray], *, own: bool) -> list[_Size]:
+    """The texts of items (word numbers) by the n they are compared by."""
+    by_n: dict[int, dict[int, np.ndarray]] = {}
+    for item, numbers in texts.items():
+        if len(numbers) >= SHORTEST_NGRAM:
+            n = ngram_length(len(numbers))
+            by_n.setdefault(n, {})[item] = _hashes(_mixed(numbers), n)
+    return [_Size(n, grams, own) for n, grams in sorted(by_n.items())]
+
+
 class _Size:
-    """The n-grams of the items that are compared by one n."""
+    """The n-grams of the items that are compared by one n. `postings` are pairs of an n-gram and an item that holds it;
+    those of an n-gram stand together."""
 
-    def __init__(self, n: int, by_item: dict[int, np.ndarray]) -> None:
-        self.n = n
-        self._by_item = by_item
-        self._index(by_item)
-
-    def _index(self, by_item: dict[int, np.ndarray]) -> None:
-        """Set up the look-up from n-gram to items; `by_item` holds the n-grams that count."""
+    def __init__(self, n: int, in_order: dict[int, np.ndarray], own: bool) -> None:
         import numpy as np
 
-        items = np.repeat(list(by_item), [len(grams) for grams in by_item.values()])
-        grams = np.concatenate(list(by_item.values()))
+        self.n = n
+        self.own = own
+        self._in_order = in_order
+        self._by_item = {item: np.unique(grams) for item, grams in in_order.items()}
+        items = np.repeat(list(self._by_item), [len(grams) for grams in self._by_item.values()])
+        self._index(items, np.concatenate(list(self._by_item.values())))
+
+    def _index(self, items: np.ndarray, grams: np.ndarray) -> None:
+        """Set up the look-up from n-gram to items, for postings that count."""
+        import numpy as np
+
         order = np.lexsort((items, grams))
         self._grams, self._starts = np.unique(grams[order], return_index=True)
         self._holders = items[order]
         self._counts = np.diff(self._starts, append=len(grams))
-        self._needed = {item: len(grams) for item, grams in by_item.items()}
+        self._needed = np.bincount(items)
 
-    def hits(
-        self, mixed: np.ndarray, starts: np.ndarray, texts: np.ndarray, runs: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(text, index of n-gram), each pair once, for the items' n-grams in the texts; see `Windows`."""
+    @property
+    def counts(self) -> np.ndarray:
+        """For each posting, how many items hold its n-gram."""
         import numpy as np
 
+        return np.repeat(self._counts, self._counts)
+
+    def leave_out(self, common: np.ndarray) -> None:
+        """Take the `common` postings (booleans) out of the look-up, but for items that have no others."""
+        import numpy as np
+
+        if common.any():
+            rest = np.bincount(self._holders, weights=~common)
+            kept = ~common | (rest == 0)[self._holders]
+            self._index(self._holders[kept], np.repeat(self._grams, self._counts)[kept])
+
+    def rows_beside_copies(self, rows: Sequence[str], encoded: Encoded, windows: Windows) -> np.ndarray:
+        """For each posting, how many of the rows hold its n-gram and are no copies of its item."""
+        import numpy as np
+
+        gaps = {
+            (text, item): self._gaps(rows[text], _words_of(encoded, text), item)
+            for text, item, _ in self.near(encoded, windows)
+        }
+        words_at: dict[tuple[int, int], set[int]] = {}  # by item and place in it
+        for (_, item), filled in gaps.items():
+            for place, word in filled:
+                words_at.setdefault((item, place), set()).add(word)
+        slots = {place for place, words in words_at.items() if len(words) > COMMON_COUNT}
+        copies = [
+            text << 32 | item
+            for (text, item), filled in gaps.items()
+            if not any((item, place) in slots for place, _ in filled)
+        ]
+        texts, postings = self._postings(windows)
+        beside = ~np.isin(texts << 32 | self._holders[postings], np.array(copies, dtype=np.int64))
+        return np.bincount(postings[beside], minlength=len(self._holders))
+
+    def _gaps(self, row: str, numbers: np.ndarray, item: int) -> list[tuple[int, int]]:
+        """(place of a word in the item, hash of the word that stands there in a row) at each run of n-grams that the
+        row lacks, but for those where the row begins or ends."""
+        import numpy as np
+
+        wanted, held = self._in_order[item], _hashes(_mixed(numbers), self.n)
+        there = np.isin(wanted, held)
+        if there.all():
+            return []
+        hashes, _ = word_hashes([row], "symbols")
+        gaps = []
+        for first in np.flatnonzero(~there & np.append(True, there[:-1])).tolist():
+            if first:  # the word after the n-gram before it
+                place, at = first + self.n - 1, int(np.argmax(held == wanted[first - 1])) + self.n
+            else:  # the word before the first one held
+                begin = int(np.argmax(there))
+                place, at = begin - 1, int(np.argmax(held == wanted[begin])) - 1
+            if 0 <= at < len(hashes):
+                gaps.append((place, int(hashes[at])))
+        return gaps
+
+    def _postings(self, windows: Windows) -> tuple[np.ndarray, np.ndarray]:
+        """(text, posting), each pair once, for the items' n-grams in the texts."""
+        import numpy as np
+
+        mixed, starts, texts, runs = windows
         long = runs >= self.n
         hashes = _hashes(mixed, self.n, starts[long])
         at = np.searchsorted(self._grams, hashes)
         real = at < len(self._grams)
         real[real] = self._grams[at[real]] == hashes[real]
         pairs = np.unique(texts[long][real] * len(self._grams) + at[real])
-        return pairs // len(self._grams), pairs % len(self._grams)
-
-    def leave_out_common(self, sampled: tuple[np.ndarray, np.ndarray], n_items: int, n_rows: int) -> None:
-        """Take the common n-grams out of the look-up; `sampled` are the hits in a sample of `n_rows` rows."""
-        import numpy as np
-
-        in_rows = np.bincount(sampled[1], minlength=len(self._grams))
-        common = (self._counts > max(COMMON_COUNT, COMMON_SHARE * n_items)) | (
-            in_rows > max(COMMON_COUNT, COMMON_SHARE * n_rows)
-        )
-        if not common.any():
-            return
-        common_grams = self._grams[common]
-        rare = {item: grams[~np.isin(grams, common_grams)] for item, grams in self._by_item.items()}
-        self._index({item: grams if len(grams) else self._by_item[item] for item, grams in rare.items()})
-
-    def candidates(self, hits: tuple[np.ndarray, np.ndarray]) -> list[tuple[int, int]]:
-        """(text, item) where the text holds enough of those n-grams of the item that are not common."""
-        import numpy as np
-
-        texts, grams = hits
+        texts, grams = pairs // len(self._grams), pairs % len(self._grams)
         counts = self._counts[grams]
         first = np.repeat(self._starts[grams] - (np.cumsum(counts) - counts), counts)
-        items = self._holders[first + np.arange(len(first))]
-        pairs, held = np.unique(np.repeat(texts, counts) << 32 | items, return_counts=True)
-        return [
-            (pair >> 32, item)
-            for pair, count in zip(pairs.tolist(), held.tolist(), strict=True)
-            if count >= NEAR * self._needed[item := pair & (2**32 - 1)]
-        ]
+        return np.repeat(texts, counts), first + np.arange(len(first))
 
-    def share(self, numbers: np.ndarray, item: int) -> float:
-        """The share of all n-grams of `item` in a text, common ones included."""
+    def near(self, encoded: Encoded, windows: Windows) -> Iterator[tuple[int, int, float]]:
+        """(text, item, share of its n-grams) for texts that are near an item."""
         import numpy as np
 
-        grams = self._by_item[item]
-        return float(np.isin(grams, _hashes(_mixed(numbers), self.n)).mean())
+        texts, postings = self._postings(windows)
+        pairs, held = np.unique(texts << 32 | self._holders[postings], return_counts=True)
+        for pair in pairs[held >= NEAR * self._needed[pairs & (2**32 - 1)]].tolist():
+            text, item = pair >> 32, pair & (2**32 - 1)
+            grams = self._by_item[item]  # common ones included
+            share = float(np.isin(grams, _hashes(_mixed(_words_of(encoded, text)), self.n)).mean())
+            if share >= NEAR:
+                yield text, item, share
+
+
+def _words_of(encoded: Encoded, text: int) -> np.ndarray:
+    numbers, counts = encoded
+    end = int(counts[: text + 1].sum())
+    return numbers[end - int(counts[text]) : end]
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:

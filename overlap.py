@@ -5,16 +5,22 @@ form and surrounding punctuation (`evaluation.normalise`). `find_overlap` compar
 linear in their sizes::
 
     leaks = find_overlap(train_rows, eval_rows)
+
+A system turn does not make an evaluation item another one, with one exception (`Asked.differs`): "Translate into
+French" and "Translate into German" before the same user turn are two tasks. So a row is no copy of an item when both
+have system turns, these differ, and their answers differ, that is, neither mentions the other ("Paris" and "It is
+Paris." are one answer). Such pairs are told to a person (`contamination.Comparison.differing`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import xxhash
 
-from evaluation import normalise
+from evaluation import mentions, normalise
 
 
 class Asks(Protocol):
@@ -26,6 +32,8 @@ class Asks(Protocol):
     def text(self) -> str | None: ...
     @property
     def prompt(self) -> tuple[dict[str, str], ...]: ...
+    @property
+    def target(self) -> str: ...
 
 
 R = TypeVar("R", bound=Asks)
@@ -77,24 +85,58 @@ def question_text(row: Asks) -> str:
     return "\n".join(turn["content"] for turn in row.prompt if turn["role"] == "user")
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What tells an evaluation item from others: the key of its dialogue, that of its system turns (None without any),
+    and its answer ('' without system turns, as it then does not matter)."""
+
+    key: bytes
+    system: bytes | None = None
+    answer: str = ""
+
+    @classmethod
+    def by(cls, item: Asks) -> Asked:
+        system = system_key(item)
+        return cls(prompt_key(item), system, "" if system is None else item.target)
+
+    def differs(self, row: Asks) -> bool:
+        """Whether a row with this user turn asks something else all the same: under other system turns, and with no
+        answer that mentions this one or is mentioned in it."""
+        if self.system is None or (system := system_key(row)) is None or system == self.system:
+            return False
+        wanted = normalise(self.answer)
+        answers = (normalise(turn["content"]) for turn in row.messages if turn["role"] == "assistant")
+        return not any(mentions(answer, wanted) or mentions(wanted, answer) for answer in answers)
+
+
+def system_key(row: Asks) -> bytes | None:
+    """The key of a row's system turns; None without any."""
+    system = [turn["content"] for turn in row.messages if turn["role"] == "system"]
+    return fingerprint(system) if system else None
+
+
 def find_overlap(rows: Sequence[R], others: Sequence[S]) -> list[tuple[R, S]]:
     """Pairs (training row, evaluation row) that ask the same. Every row of either side that has a partner is listed
     at least once, but not every combination, so that the list stays linear in the number of rows."""
-    first_other: dict[bytes, int] = {}
-    other_keys = [prompt_key(other) for other in others]
-    for position, key in enumerate(other_keys):
-        first_other.setdefault(key, position)
+    asked = [Asked.by(other) for other in others]
+    first_other: dict[Asked, int] = {}
+    by_key: dict[bytes, list[Asked]] = {}
+    for position, item in enumerate(asked):
+        if first_other.setdefault(item, position) == position:
+            by_key.setdefault(item.key, []).append(item)
     pairs = []
-    first_row: dict[bytes, R] = {}
+    first_row: dict[Asked, R] = {}
     listed: set[int] = set()
     for row in rows:
-        shared = question_keys(row) & first_other.keys()
-        partners = sorted({first_other[key] for key in shared})
-        for key in shared:
-            first_row.setdefault(key, row)
-        pairs += [(row, others[partner]) for partner in partners]
+        partners: set[int] = set()
+        for key in question_keys(row) & by_key.keys():
+            same = [item for item in by_key[key] if not item.differs(row)]
+            for item in same:
+                first_row.setdefault(item, row)
+            partners.update(first_other[item] for item in same[:1])
+        pairs += [(row, others[partner]) for partner in sorted(partners)]
         listed.update(partners)
-    for position, key in enumerate(other_keys):
-        if key in first_row and position not in listed:
-            pairs.append((first_row[key], others[position]))
+    for position, item in enumerate(asked):
+        if item in first_row and position not in listed:
+            pairs.append((first_row[item], others[position]))
     return pairs

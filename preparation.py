@@ -116,13 +116,13 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
         row, item, score = data.nearest
         lines.append(f"most similar rows of training and evaluation (similarity {score:.2f}, judge them yourself):")
         lines += [f"  {shown.where}: {_excerpt(shown.question)}" for shown in (row, item)]
-    if data.near:
-        warnings.append(near_matches_told(data.near, kept=data.near_kept))
+    warnings += near_matches_told(data.near)
     on_training_data = data.on_training_data
     if on_training_data:
+        nearly = sum(match.kept for match in data.near)
         warnings.append(
             f"allow_overlap: {len({row.id for row, _ in data.overlap})} training rows are also evaluation rows"
-            + (f" and {len(data.near)} nearly so" if data.near else "")
+            + (f" and {nearly} nearly so" if nearly else "")
             + ", so every score of this run is on training data"
         )
 
@@ -231,14 +231,20 @@ def prepare(config: TrainingConfig, backend: Backend, *, warmup_steps: int | Non
     )
 
 
-def near_matches_told(matches: Sequence[NearMatch], *, kept: bool) -> str:
-    """What a person is told of training rows that hold most of an evaluation item."""
-    fate = "kept, as overlap is allowed" if kept else "left out of training"
-    listed = "\n".join(f"  {line}" for line in first_ten(matches))
-    return (
-        f"{_count(len(matches), 'training row')} with at least 80 % of an evaluation item's word sequences {fate} "
-        f"(near_matches.jsonl in the run folder):\n{listed}"
-    )
+def near_matches_told(matches: Sequence[NearMatch]) -> list[str]:
+    """What a person is told of training rows that hold most of an evaluation or test item: of those left out, and of
+    those that `allow_overlap` keeps."""
+    told = []
+    for kept, fate in ((False, "left out of training"), (True, "kept, as overlap is allowed")):
+        rows = [match for match in matches if match.kept == kept]
+        if rows:
+            listed = "\n".join(f"  {line}" for line in first_ten(rows))
+            told.append(
+                f"{_count(len(rows), 'training row')} with at least 80 % of an evaluation "
+                f"{'item' if kept else 'or test item'}'s word sequences {fate} "
+                f"(near_matches.jsonl in the run folder):\n{listed}"
+            )
+    return told
 
 
 def choose_evaluator(config: TrainingConfig) -> tuple[str, str]:

@@ -23,6 +23,7 @@ import run_summary
 from checkpoint_manager import CheckpointManager
 from evaluation import SampleResult
 from logger import ROUND_COLUMNS, current_steps, read_events, redact, round_cells, utc_now, visible
+from near_matches import told_share
 from record_files import first_ten
 from report_template import TEMPLATE
 
@@ -89,7 +90,7 @@ def write_report(run_dir: Path | str) -> list[Path]:
         examples=_examples([sample for sample in last if sample.key not in in_weak]),
         selections=[_selection_counts(number, rows) for number, rows in selections.items() if rows],
         notes=[
-            *_near_match_notes(manager.load_near_matches(), kept=bool(config.get("allow_overlap"))),
+            *_near_match_notes(manager.load_near_matches()),
             *_selection_notes(events),
             *([note] if note else []),
             *manager.notes,
@@ -319,14 +320,19 @@ def _short(text: str) -> str:
     return text if len(text) <= _TEXT_LIMIT else f"{text[:_TEXT_LIMIT]} … ({len(text) - _TEXT_LIMIT} characters more)"
 
 
-def _near_match_notes(matches: Sequence[Mapping[str, Any]], *, kept: bool) -> list[str]:
-    """Which training rows hold most of an evaluation item: the first ten and a count."""
-    if not matches:
-        return []
-    told = [f"{row['where']} holds {row['score']:.0%} of {row['item']} ({row['item_where']})" for row in matches]
-    fate = "kept, as overlap is allowed" if kept else "left out of training"
-    head = f"{len(matches)} training rows with at least 80 % of an evaluation item's word sequences {fate}"
-    return [f"{head} (near_matches.jsonl): {'; '.join(first_ten(told))}"]
+def _near_match_notes(matches: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Which training rows hold most of an evaluation or test item, left out and kept: the first ten and a count."""
+    notes = []
+    for kept, fate in ((False, "left out of training"), (True, "kept, as overlap is allowed")):
+        rows = [row for row in matches if bool(row.get("kept")) == kept]
+        shares = [told_share(row["score"], bool(row.get("without_shared_sentences"))) for row in rows]
+        told = [
+            f"{row['where']} holds {share} of {row['item']} ({row['item_where']})"
+            for row, share in zip(rows, shares, strict=True)
+        ]
+        head = f"{len(rows)} training rows with at least 80 % of an evaluation or test item's word sequences {fate}"
+        notes += [f"{head} (near_matches.jsonl): {'; '.join(first_ten(told))}"] if rows else []
+    return notes
 
 
 def _selection_notes(events: Sequence[Mapping[str, Any]]) -> list[str]:

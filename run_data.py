@@ -51,9 +51,7 @@ class RunData:
     def on_training_data(self) -> bool:
         """Whether evaluation items are in the training data, as they are or nearly so: then scores say nothing about
         other data."""
-        return bool(self.overlap) or (bool(self.near) and self.near_kept)
-
-    near_kept: bool = False
+        return bool(self.overlap) or any(match.kept for match in self.near)
 
 
 def load_run_data(
@@ -99,6 +97,7 @@ def load_run_data(
     near = {match.position: match for match in (*evaluation.near, *test.near)}
     dropped = {match.position for match in (*test.near, *(() if allow_overlap else evaluation.near))}
     warnings = [warning for loaded in files.values() for warning in loaded.warnings]
+    warnings += _told_differing((*evaluation.differing, *test.differing))
     if pool is not None:
         copies, told = _pool_copies(supply, train.rows, pool)
         dropped |= copies
@@ -106,7 +105,7 @@ def load_run_data(
     n_train = len(train.rows)
     train = _without(train, {position for position in dropped if position < n_train})
     pool = pool and _without(pool, {position - n_train for position in dropped if position >= n_train})
-    matches = tuple(near[position] for position in sorted(near))
+    matches = tuple(replace(near[position], kept=position not in dropped) for position in sorted(near))
     if not len(train.rows):
         raise DataError(
             f"{train.path}: every row is nearly an evaluation item, so none is left to train on:\n"
@@ -121,13 +120,22 @@ def load_run_data(
         warnings=tuple(warnings),
         near=matches,
         test=files.get("test"),
-        near_kept=allow_overlap and bool(evaluation.near),
     )
 
 
 def _compare(supply: RowSupply, held_out: LoadedRows | None) -> Comparison[Row, Row]:
     items = held_out.rows if held_out else ()
-    return compare(supply, items, set(supply.asking({prompt_key(item) for item in items}).tolist()))
+    return compare(supply, items, supply.asking({prompt_key(item) for item in items}).tolist())
+
+
+def _told_differing(pairs: Sequence[tuple[Row, Row]]) -> list[str]:
+    """What to tell of rows with the user turn of an item that are trained on."""
+    if not pairs:
+        return []
+    count = "1 row has" if len(pairs) == 1 else f"{len(pairs)} rows have"
+    listed = ", ".join(first_ten(f"{row.where} ({item.where})" for row, item in pairs))
+    told = "the user turn of an evaluation or test item, under another system turn and with another answer"
+    return [f"{count} {told}, and so count as other questions: {listed}"]
 
 
 def _pool_copies(supply: RowSupply, train: Sequence[Row], pool: LoadedRows) -> tuple[set[int], list[str]]:

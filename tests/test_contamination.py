@@ -10,7 +10,10 @@ import row_files
 from contamination import compare
 from data_loader import find_overlap, load_rows, load_run_data
 from error_handling import DataError
+from evaluation import SampleResult
+from evaluation_items import EvaluationItems
 from near_matches import NearMatcher, ngram_length
+from preparation import near_matches_told
 from row_files import Row
 
 
@@ -103,7 +106,7 @@ def test_signs_and_scripts_without_spaces():
     assert near(rows("教えて：最後のフェリーは何時に出ますか", "最初のバスはどこに止まりますか"), japanese).keys() == {
         "train:0"
     }
-    assert NearMatcher(["Hi you"]).match_text("Hi you there") is None  # two words are compared as a whole only
+    assert NearMatcher(["Hi you"]).match_text("Hi you there") == []  # two words are compared as a whole only
 
 
 def test_the_nearest_pair_is_the_same_whether_all_pairs_are_compared_or_few(monkeypatch):
@@ -150,6 +153,8 @@ def test_near_matches_are_left_out_of_training_file_and_pool(tmp_path, monkeypat
             "item": "eval:1",
             "item_where": f"{tmp_path}/eval.jsonl:1",
             "score": 1.0,
+            "without_shared_sentences": False,
+            "kept": False,
         },
         {
             "id": "pool:1",
@@ -157,6 +162,8 @@ def test_near_matches_are_left_out_of_training_file_and_pool(tmp_path, monkeypat
             "item": "eval:1",
             "item_where": f"{tmp_path}/eval.jsonl:1",
             "score": 1.0,
+            "without_shared_sentences": False,
+            "kept": False,
         },
     ]
     assert not data.on_training_data
@@ -238,3 +245,135 @@ def test_pool_rows_that_copy_a_training_row_are_left_out_and_other_answers_told(
     none_left = load_run_data(train, pool_file=copies).pool
     assert none_left is not None
     assert list(none_left.rows) == []
+
+
+INSTRUCTION = "Answer with one letter. Question: "
+
+
+def test_copies_are_found_however_many_they_are():
+    # 12 words, n = 6: 7 n-grams. Without the last word 6 of 7 are held, and these are in most rows.
+    item = "one two three four five six seven eight nine ten eleven twelve"
+    others = [f"Row {n} says something else about {n * n} lamps" for n in range(120)]
+    for kept, ending in ((item, ""), (item.removesuffix(" twelve"), ""), (item.removesuffix("twelve"), "ends")):
+        copies = [f"Opener{n}, so: {kept}{ending}" for n in range(120)]
+        assert len(near(rows(*copies[:60], *others), rows(item, source="eval"))) == 60
+        assert len(near(rows(*copies, *others), rows(item, source="eval"))) == 120
+
+
+def test_copies_with_one_word_changed_anywhere_are_found_and_a_template_with_a_slot_is_none():
+    words = [f"w{n}" for n in range(60)]  # n = 8: a word in the middle is in 8 of 53 n-grams
+    copies = [" ".join([*words[:n], f"x{n}", *words[n + 1 :]]) for n in range(60)]
+    item = rows(" ".join(words), source="eval")
+    assert len(near(rows(*copies), item)) == 60
+    slot = [" ".join([*words[:30], f"x{n}", *words[31:]]) for n in range(60)]
+    assert near(rows(*slot), item) == {}
+    # Two slots, the first of which has few different words.
+    both = [" ".join([*words[:3], f"x{n % 3}", *words[4:-1], f"y{n}"]) for n in range(60)]
+    assert near(rows(*both), item) == {}
+
+
+def test_a_bare_question_is_near_an_item_that_puts_an_instruction_before_it():
+    names = [f"{place} {n}" for n in range(10) for place in ("harbour", "market", "mill")]
+    items = [
+        row(n, f"{INSTRUCTION}Which lamp of the {name} wall is broken tonight?", "eval") for n, name in enumerate(names)
+    ]
+    train = rows(
+        "Which lamp of the mill 4 wall is broken tonight?",
+        f"Tell me something. {INSTRUCTION}Which lamp of the mill 4 wall is broken tonight?",
+        f"{INSTRUCTION}Which bell of the old church rings at noon on Sundays?",
+        "Which lamp of the mill 77 wall is broken tonight?",
+        "Answer with one letter. Question: do I have to?",
+    )
+    assert near(train, items) == {"train:0": ("eval:14", 1.0), "train:1": ("eval:14", 1.0)}
+    first, second = compare(train, items).near
+    assert str(first) == "train:0 holds 100% (without sentences that many items hold) of item 'eval:14' (eval:14)"
+    assert (first.own, second.own) == (True, False)
+
+
+def test_an_instruction_with_a_template_after_it_makes_no_near_match():
+    lands = ["France", "Spain", "Peru", "Chad", "Mali", "Cuba", "Oman", "the Democratic Republic of the Congo"]
+    items = [row(n, f"{INSTRUCTION}What is the capital of {land}?", "eval") for n, land in enumerate(lands)]
+    others = ["What is the capital of Norway?", "France is a country", "The Democratic Republic of the Congo is large"]
+    assert near(rows(*others), items) == {}
+    assert near(rows("So what is the capital of Peru, again?"), items) == {"train:0": ("eval:2", 1.0)}
+    # Less than 5 words of its own are no evidence, and neither is an instruction that few items have.
+    short = [row(n, f"{INSTRUCTION}Is {land} big?", "eval") for n, land in enumerate(lands[:7])]
+    assert near(rows("Is France big, is Spain big, is Peru big?"), short) == {}
+    assert near(rows("What is the capital of Spain?"), items[:4]) == {}
+
+
+def dialogue(name: str, system: str | None, question: str, answer: str) -> Row:
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    if system is not None:
+        turns.insert(0, {"role": "system", "content": system})
+    return Row(name, tuple(turns), None, "messages", name, 1)
+
+
+def test_a_user_turn_under_another_system_turn_with_another_answer_is_another_question():
+    text = "The lamp of the harbour wall is broken tonight"
+    items = [dialogue("e-fr", "Translate to French", text, "La lampe du mur du port est cassée ce soir")]
+    german = dialogue("de", "Translate to German", text, "Die Lampe der Hafenmauer ist heute Nacht kaputt")
+    found = compare([german, dialogue("de-near", "Translate to German", f"Now: {text}", "Die Lampe")], items)
+    assert (found.overlap, found.near) == ((), ())
+    assert [(a.id, b.id) for a, b in found.differing] == [("de", "e-fr")]
+    refused = [
+        dialogue("no system turn", None, text, "Die Lampe"),
+        dialogue("same system turn", "translate to FRENCH", text, "Une lampe est cassée"),
+        dialogue("same answer", "Translate to German", text, items[0].target.upper()),
+        dialogue("answer within", "Be polite", text, f"Gladly: {items[0].target}!"),
+    ]
+    assert [row.id for row, _ in compare(refused, items).overlap] == [row.id for row in refused]
+    assert [match.row_id for match in compare([dialogue("n", None, f"Now: {text}", "x")], items).near] == ["n"]
+    # Of several items with that user turn, any that is the same question counts.
+    items.append(dialogue("e-de", "Translate to German", text, "Die Lampe an der Mauer ist kaputt"))
+    assert [(a.id, b.id) for a, b in compare([german], items).overlap] == [("de", "e-de")]
+    chosen = EvaluationItems([german], items[:1])
+    assert (chosen.asks_same(german), chosen.held_by(german)) == (False, None)
+    assert EvaluationItems([german], items).asks_same(german)
+    sample = SampleResult("arc", "1", 1, text, "A", "", 0.0)
+    assert EvaluationItems([german], [], [sample]).asks_same(german)
+
+
+@pytest.mark.parametrize("held", [20_000, 1])
+def test_two_languages_by_system_turn_are_no_contradiction_no_copies_and_run_without_allow_overlap(
+    tmp_path, monkeypatch, held
+):
+    monkeypatch.setattr(row_files, "HELD_ROWS", held)
+
+    def file(name: str, *pairs: tuple[str, str]) -> Path:
+        records = [
+            {"messages": list(dialogue("", f"Translate to {language}", ITEM, answer).messages)}
+            for language, answer in pairs
+        ]
+        (tmp_path / name).write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        return tmp_path / name
+
+    train = file("train.jsonl", ("German", "Welche Farbe"), ("Spanish", "De qué color"))
+    pool = file("pool.jsonl", ("Italian", "Di che colore"), ("German", "welche  FARBE"))
+    eval_file = file("eval.jsonl", ("French", "De quelle couleur"))
+    data = load_run_data(train, pool_file=pool, eval_file=eval_file)
+    assert data.pool is not None
+    assert (len(data.train.rows), [row.line for row in data.pool.rows]) == (2, [1])
+    assert (data.near, data.overlap, data.on_training_data) == ((), (), False)
+    assert not any("different answers" in warning for warning in data.warnings)
+    assert any(warning.startswith("4 rows have the user turn of an evaluation") for warning in data.warnings)
+
+
+def test_what_overlap_keeps_and_what_a_test_item_takes_out_are_told_apart(tmp_path):
+    other = "Who lights the seven lamps of the northern harbour wall at dusk"
+    train = write(tmp_path, "train.jsonl", f"Please: {ITEM}", f"Please: {other}", "Is it late?")
+    files = {"eval_file": write(tmp_path, "eval.jsonl", ITEM), "test_file": write(tmp_path, "test.jsonl", other)}
+    data = load_run_data(train, **files, allow_overlap=True)
+    assert [(match.row_id, match.kept) for match in data.near] == [("train:1", True), ("train:2", False)]
+    assert data.on_training_data
+    left_out, kept = near_matches_told(data.near)
+    assert "item's word sequences left out of training" in left_out
+    assert (f"{train}:2" in left_out, f"{train}:1" in left_out) == (True, False)
+    assert "1 training row with at least 80 % of an evaluation item's word sequences kept, as overlap is" in kept
+    assert (f"{train}:1" in kept, f"{train}:2" in kept) == (True, False)
+    near = load_run_data(train, **files).near
+    assert len(near_matches_told(near)) == 1
+    # A row near an item of both files is not trained on, and scores are then on other data.
+    files = {"eval_file": files["test_file"], "test_file": write(tmp_path, "both.jsonl", other, "Does it rain?")}
+    both = load_run_data(train, **files, allow_overlap=True)
+    assert ([match.kept for match in both.near], both.on_training_data) == ([False], False)

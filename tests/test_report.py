@@ -265,7 +265,8 @@ def test_near_copies_notes_of_selections_and_scores_on_training_data_are_told(ma
     report.write_report(manager.run_dir)
     page = Page((manager.run_dir / "report.html").read_text())
     assert (
-        "12 training rows with at least 80 % of an evaluation item's word sequences left out of training" in page.text
+        "12 training rows with at least 80 % of an evaluation or test item's word sequences left out of training"
+        in page.text
     )
     assert "t.jsonl:9 holds 90% of q7 (e.jsonl:7); ... and 2 more" in page.text
     assert "round 2: label guard: 1 of the 8 rows measured are set aside: t.jsonl:5" in page.text
