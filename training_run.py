@@ -135,7 +135,7 @@ class TrainingRun:
 
     def _is_unfinished(self, event: Mapping[str, Any]) -> bool:
         """Whether the event tells of a phase that is not done, so that it will be told again."""
-        phase = PHASE_OF_EVENT.get(event["event"])
+        phase = PHASE_OF_EVENT.get(event.get("event", ""))
         if phase is None or (phase == "select" and self.folder.load_selection(event["round"]) is not None):
             return False
         if phase == "evaluate" and event["round"] == 0:

@@ -119,6 +119,7 @@ CALLS: dict[str, int] = {
     "asample": 2,
     "retrieve_future": 5,
     "load_weights": 0,
+    "training_runs/checkpoints": 0,
     "sessions/finish": 0,
 }
 # The third step fails, so that the run is resumed from the state after the second.

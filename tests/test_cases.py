@@ -17,7 +17,7 @@ from mini_run import MODEL, mini_run
 import run_summary
 import trainer_with_eval
 from checkpoint_evaluation import tell_score
-from checkpoint_manager import CheckpointManager
+from checkpoint_manager import Checkpoint, CheckpointManager
 from config_schema import TrainingConfig
 from error_handling import EXIT_USAGE
 from evaluation import SampleResult, TaskRules, summarise
@@ -205,10 +205,16 @@ def resume(run: Path) -> dict[str, Any]:
     return asyncio.run(trainer_with_eval.run_loop(None, runs_dir=run.parent, resume=str(run)))
 
 
+def within_the_round(folder: CheckpointManager) -> Checkpoint:
+    """A state said to be of step 3 that the service has: those of a finished round are deleted, so its end is taken."""
+    ended = folder.checkpoint_of_round(1)
+    return dataclasses.replace(ended, name="round_01_step_000003", kind="state", batch=3, step=3, sampler_path=None)
+
+
 def test_40_torn_and_stale_metrics(run, capsys):
     with CheckpointManager.open(run) as folder:
+        kept = within_the_round(folder)
         folder.redo_from(1, "train", status="interrupted")
-        kept = next(row for row in folder.checkpoints() if row.step == 3)
         folder.checkpoints_path.write_text(json.dumps(kept.to_row()) + "\n")
     shutil.copy(CASES / "40_metrics_torn_and_stale.jsonl", run / "metrics.jsonl")
     resume(run)
@@ -229,8 +235,8 @@ def test_40_torn_and_stale_metrics(run, capsys):
 def test_42_a_checkpoint_without_its_state(run, capsys):
     good, newest = map(json.loads, (CASES / "42_checkpoints_half_written.jsonl").read_text().splitlines())
     with CheckpointManager.open(run) as folder:
+        kept = within_the_round(folder)
         folder.redo_from(1, "train", status="interrupted")
-        kept = next(row for row in folder.checkpoints() if row.step == 3)
         here = {"state_path": kept.state_path, "sampler_path": None, "round": 1, "step": 3}
         rows = [good | here, newest | {"round": 1, "step": 6}]
         folder.checkpoints_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
