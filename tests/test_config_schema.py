@@ -133,6 +133,7 @@ def test_a_schedule_that_ends_within_its_warmup_is_refused(write):
         ("selection", {"hard_fraction": 2}, "at most 1"),
         ("decision", {"patience": 0}, "at least 1"),
         ("init_from", "runs/x", "tinker://"),
+        ("init_from", "tinker://run/sampler_weights/round_02", "weights for sampling, which cannot be trained on"),
         ("seed", -1, "at least 0"),
         ("evalops_api_url", "api.evalops.dev", "https://host"),
         ("evalops_api_url", "https://me:pw@h", "EVALOPS_API_KEY"),

@@ -137,3 +137,31 @@ def test_a_reader_that_leaves_ends_no_run(tmp_path):
     assert process.wait(timeout=120) == 0
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert json.loads((run_dir / "state.json").read_text())["status"] == "completed"
+
+
+def test_a_disk_that_fills_up_in_a_save_is_told_and_the_run_goes_on_once_there_is_room(tmp_path: Path) -> None:
+    # A limit of the operating system stands for the disk: the optimizer's file is larger, every other file smaller.
+    limited = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000));"
+        "import trainer_with_eval; sys.exit(trainer_with_eval.main(sys.argv[1:]))"
+    )
+    settings = {"batch_size": 2, "steps_per_round": 2, "learning_rate": 1e-3, "eval_threshold": 1.0}
+    config = write_config(tmp_path, 4, **settings, evaluation={"evaluator": "simple", "max_tokens": 2})
+    runs = ["--runs-dir", str(tmp_path / "runs")]
+    done = subprocess.run(
+        [sys.executable, "-c", limited, "--config", str(config), *runs],
+        cwd=ROOT,
+        check=False,
+        env={**os.environ, "TINKER_MOCK": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "cannot write" in done.stderr
+    assert "weights/round_01: File too large; check that disk" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    resumed = start("--resume", *runs, TINKER_MOCK="1")
+    shown, _ = resumed.communicate(timeout=300)
+    assert resumed.returncode == 3, shown
+    assert "Traceback" not in shown
