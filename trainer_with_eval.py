@@ -136,7 +136,7 @@ async def run_loop(
         with CheckpointManager.open(resolve_run(runs_dir, resume or None), command=command) as folder:
             reopening = run_opening.reopen(folder, config)
             if reopening.config is None:
-                return run_opening.tell_finished(folder, reopening.obstacle, screen)
+                return run_opening.tell_finished(folder, reopening.obstacle, screen, send=not dry_run)
             with tinker_backend.connect(folder.engine_dir) as backend:
                 warmup_steps = folder.load_state().get("hparams", {}).get("warmup_steps")
                 prepared = prepare(reopening.config, backend, warmup_steps=warmup_steps)

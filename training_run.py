@@ -667,7 +667,7 @@ class TrainingRun:
 
     async def _send(self, send: Callable[[], T], what: str) -> T:
         # In a thread, so that a service which hangs does not keep the run from hearing that it shall stop.
-        watch = tinker_backend.Watch(note=self.log.say, stop=self.stop)
+        watch = tinker_backend.Watch(note=self.log.say, stop=self.stop, queue=None)
         result: T = await tinker_backend.wait_for(asyncio.wrap_future(in_thread(send)), what, watch=watch)
         return result
 
