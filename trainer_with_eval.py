@@ -137,17 +137,23 @@ async def run_loop(
             reopening = run_opening.reopen(folder, config)
             if reopening.config is None:
                 return run_opening.tell_finished(folder, reopening.obstacle, screen)
-            with tinker_backend.connect(folder.engine_dir) as backend:
+            # A run killed early may not have the adapter that it starts from in its engine yet.
+            with tinker_backend.connect(
+                folder.engine_dir, adopt=reopening.config.init_from, adopt_from=folder.run_dir.parent
+            ) as backend:
                 warmup_steps = folder.load_state().get("hparams", {}).get("warmup_steps")
                 prepared = prepare(reopening.config, backend, warmup_steps=warmup_steps)
                 run_opening.refuse_changed_inputs(folder, prepared)
                 run_opening.show_plan(prepared, screen)
+                if reopening.obstacle:
+                    screen.warn(f"the changed settings are left out: {reopening.obstacle}")
                 if not folder.is_done(0, "baseline"):
                     cost_estimate.refuse_over_budget("the baseline", prepared.estimate.baseline, prepared.config)
                 if dry_run:
                     screen.say("dry run: the run can go on as planned; nothing was changed")
                     return {}
-                run_opening.take_over(folder, reopening, command)
+                await asyncio.sleep(0)  # a Ctrl-C during the checks takes effect here, before anything is written
+                run_opening.take_over(folder, reopening, prepared, command)
                 return await to_the_end(prepared, folder, backend, console=console)
 
     assert config is not None, "run_loop needs a configuration unless it resumes"

@@ -17,7 +17,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import adapter_effect
-import cost_estimate
 import data_loader
 import evalops_client
 import hyperparam_utils
@@ -196,7 +195,8 @@ class TrainingRun:
         try:
             self._client, self._steps_done = await self._starts.restore(round)
         except LostRoundError as err:
-            self.folder.redo_from(err.round, "train", wall_s=self.wall_seconds())
+            spent = self.wall_seconds()
+            self.folder.redo_from(err.round, "train", wall_s=spent, went_back_s=spent)
             self.log.supersede(self._is_unfinished)
             self.log.warn(f"{err}, so the run goes back and trains that round again", round=err.round)
             return False
@@ -205,10 +205,7 @@ class TrainingRun:
     async def client(self, round: int) -> tinker.TrainingClient:
         """The training client, holding the weights that `round` needs; made or restored on first use."""
         if self._client is None:
-            told = len(self.folder.notes)
             self._client, self._steps_done = await self._starts.restore(round)
-            for note in self.folder.notes[told:]:
-                self.log.warn(note, round=round)
         return self._client
 
     # Phases
@@ -578,27 +575,20 @@ class TrainingRun:
         if self.folder.is_done(round, "decide"):
             return
         self._begin(round, "decide")
-        rows = self.results()
-        tokens = run_summary.add_tokens(row["tokens"] for row in rows)
-        price = self.config.prices.get(self.config.base_model)
         spent = self.wall_seconds()
-        expected = cost_estimate.expected_round(
-            self.prepared.estimate.round(round + 1), rows[0]["tokens"], [row["tokens"] for row in rows[1:]]
-        )
-        decision = round_decision.decide(
-            [run_opening.round_record(self.folder, row) for row in rows],
+        seconds = self._seconds_of(round, spent)
+        decision = run_opening.decide(
+            self.folder,
             self.config,
             learning_rate=self.learning_rate(round) if round else self.prepared.learning_rate,
-            tokens_spent=sum(tokens.values()),
             seconds_spent=spent,
-            money_spent=run_summary.money(tokens, price),
-            next_tokens=sum(expected.values()),
-            next_money=run_summary.money(expected, price) or 0.0,
+            next_tokens=run_opening.expected_tokens(self.folder, self.prepared, round + 1),
             # Before the first round only the time of an evaluation is known, which a round holds as well.
-            next_seconds=spent - self.result(round - 1)["wall_s"] if round else spent,
+            next_seconds=seconds,
         )
         fields = {
             "wall_s": spent,
+            "seconds": seconds,
             "decision": decision.status,
             "action": decision.action,
             "reason": decision.reason,
@@ -613,12 +603,29 @@ class TrainingRun:
         scores_are = self._scores_are()
         self.log.say(f"decision: {decision.reason}" + (f" (scores {scores_are})" if scores_are else ""))
 
+    def _seconds_of(self, round: int, now: float) -> float:
+        """Seconds that a round took which is decided at `now`; decided again, what it took the first time."""
+        known = self.result(round).get("seconds")
+        if known is not None:
+            return float(known)
+        began = self.result(round - 1)["wall_s"] if round else 0.0
+        return now - max(began, self.folder.load_state().get("went_back_s", 0.0))
+
+    async def _abandon_after(self, last: int) -> None:
+        """Mark what was begun after round `last` and is in no result; its states are deleted."""
+        self.log.supersede(lambda event: (event.get("round") or 0) > last)
+        later = [c for c in self.folder.checkpoints() if (c.round or 0) > last and c.gone is None]
+        if later:
+            await self._starts.let_go(last)
+            self.folder.mark_gone([c for c in later if c.kind != "state"], "superseded")
+
     async def finish(self) -> dict[str, Any]:
         """Name the best checkpoint, write the summary and the report, and say where everything is."""
         import report
 
         last = self.results()[-1]
         self._begin(last["round"], "finish")
+        await self._abandon_after(last["round"])
         met = last["decision"] == "target_met"
         best = self.folder.checkpoint_of_round(last["best_round"]) if last["best_round"] else None
         # The baseline is the untouched base model, which has no checkpoint, or the adapter that the run started from.
@@ -638,6 +645,7 @@ class TrainingRun:
             final_checkpoint=best.sampler_path if best else self.result(last["best_round"])["checkpoint"],
             final_state=best.state_path if best else start_state,
             price=self.config.prices.get(self.config.base_model),
+            taken_back=paid_tokens.taken_back(self.folder),
             wall_s=self.wall_seconds(),
             leads=round_decision.leads(
                 [run_opening.round_record(self.folder, row) for row in self.results()], last["best_round"]
