@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from near_matches import COMMON_COUNT, COMMON_SHARE, SAMPLED_ROWS, Encoded, Match, NearMatcher, told_share
-from overlap import Asked, Asks, find_overlap, question_keys, question_text
+from overlap import Asked, Asks, find_overlap, last_question, question_keys, question_text, without_markup
 from text_index import count_words, to_unit_length
 from word_table import WordTable, batches, evenly_spaced
 
@@ -120,18 +120,22 @@ def compare(
         for position, row in candidates.items()
         if position not in same
     ]
+    # The last question of a dialogue is looked for by itself too.
+    lasts = [(number, last) for number, item in enumerate(items) if (last := last_question(item.prompt)) is not None]
+    item_of = [*range(len(items)), *(number for number, _ in lasts)]
     work = _Work(
-        tuple(question_text(item) for item in items),
-        asked,
+        (*(question_text(item) for item in items), *(last for _, last in lasts)),
+        tuple(asked[number] for number in item_of),
         tuple(question_text(row) for row in evenly_spaced(rows, SAMPLED_ROWS)),
         len(rows) * len(items) <= _ALL_PAIRS,
     )
     found, nearest = _scan_all(work, rows, same)
     matches = [
-        NearMatch(position, name, where, items[match.item].id, items[match.item].where, match.share, match.own)
+        NearMatch(position, name, where, item.id, item.where, match.share, match.own)
         for position, name, where, match in sorted(found)
+        for item in [items[item_of[match.item]]]
     ]
-    best = None if nearest is None else (rows[nearest[0]], items[nearest[1]], nearest[2])
+    best = None if nearest is None else (rows[nearest[0]], items[item_of[nearest[1]]], nearest[2])
     return Comparison(tuple(overlap), tuple(matches), best, tuple(differing))
 
 
@@ -189,7 +193,7 @@ _Found = tuple[list[tuple[int, str, str, Match]], tuple[int, int, float] | None]
 def _scan(work: _Work, rows: Iterable[Named], first: int, same: Collection[int]) -> _Found:
     """Compare the rows, the first of which has the position `first`."""
     near = NearMatcher(work.items, work.sample)
-    nearest = _NearestPair(near.words, work.items, all_pairs=work.all_pairs)
+    nearest = _NearestPair(near.words, list(map(without_markup, work.items)), all_pairs=work.all_pairs)
     matches = []
     for number, block in enumerate(batches(rows, _BLOCK)):
         encoded = near.encode([question_text(row) for row in block])

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from evaluation import EVAL_FILE_TASK, SampleResult
 from near_matches import NearMatcher, told_share
-from overlap import Asked, dialogue_key, fingerprint, question_keys, question_text
+from overlap import Asked, dialogue_key, fingerprint, last_question, question_keys, question_text
 from row_record import Row
 
 
@@ -22,7 +22,11 @@ class EvaluationItems:
 
     def __init__(self, supply: Sequence[Row], rows: Sequence[Row], samples: Sequence[SampleResult] = ()) -> None:
         self._supply, self._rows = supply, rows
-        self._items = {(question_text(row), Asked.by(row)): f"item {row.id!r}" for row in rows}
+        self._items: dict[tuple[str, Asked], str] = {}
+        for row in rows:
+            for text in (question_text(row), last_question(row.prompt)):
+                if text is not None:
+                    self._items[text, Asked.by(row)] = f"item {row.id!r}"
         for sample in samples:
             if not sample.input.strip():
                 continue
@@ -30,7 +34,9 @@ class EvaluationItems:
             self._items[sample.input, Asked(fingerprint([sample.input]))] = told
             if sample.turns is not None:
                 spoken = "\n".join(turn["content"] for turn in sample.turns if turn["role"] == "user")
-                self._items[spoken, Asked(dialogue_key(sample.turns))] = told
+                for text in (spoken, last_question(sample.turns)):
+                    if text is not None:
+                        self._items[text, Asked(dialogue_key(sample.turns))] = told
         self._by_key: dict[bytes, list[Asked]] = {}
         for _, asked in self._items:
             self._by_key.setdefault(asked.key, []).append(asked)

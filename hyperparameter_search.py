@@ -172,7 +172,7 @@ class _Search:
                 if existing is not None:
                     reopening = run_opening.reopen(folder, config)
                     run_opening.refuse_changed_inputs(folder, prepared)
-                    run_opening.take_over(folder, reopening, self.command)
+                    run_opening.take_over(folder, reopening, prepared, self.command)
                 self._take_over_baseline(folder)
                 try:
                     with tinker_backend.connect(

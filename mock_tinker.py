@@ -122,7 +122,14 @@ class LocalTinkerServer:
             self.engine.stop()
             raise
         config = uvicorn.Config(
-            app, log_level=self._log_level, access_log=False, lifespan="off", timeout_graceful_shutdown=1, **settings
+            app,
+            log_level=self._log_level,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+            # To find out, it would ask a standard output that may be closed.
+            use_colors=None if sys.stdout else False,
+            **settings,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from overlap import Asks, question_text
+from overlap import Asks, question_text, without_markup
 from word_table import WordTable, evenly_spaced, word_hashes
 
 if TYPE_CHECKING:
@@ -70,14 +70,15 @@ class NearMatcher:
         import numpy as np
 
         self.words = WordTable("symbols")
+        items = [without_markup(item) for item in items]
         numbers, counts = self.words.encode(items)
-        whole = dict(enumerate(np.split(numbers, np.cumsum(counts)[:-1]) if len(items) else ()))
+        whole = dict(enumerate(np.split(numbers, np.cumsum(counts)[:-1]) if items else ()))
         own = _own_words(self.words, items)
         self._sizes = [*_sizes(whole, own=False), *_sizes(own, own=True)]
         self._begins = np.zeros(1 << _FILTER_BITS, dtype=bool)
         for of_item in (numbers, *own.values()):
             self._begins[_hashes(_mixed(of_item), SHORTEST_NGRAM) >> _FILTER_SHIFT] = True
-        sampled = list(sample)
+        sampled = [without_markup(text) for text in sample]
         encoded = self.encode(sampled)
         windows = self._windows(*encoded)
         for size in self._sizes:
@@ -93,7 +94,7 @@ class NearMatcher:
 
     def encode(self, texts: Iterable[str]) -> Encoded:
         """The texts as `match` takes them."""
-        return self.words.encode(texts, grow=False)
+        return self.words.encode(map(without_markup, texts), grow=False)
 
     def match(self, encoded: Encoded) -> dict[int, list[Match]]:
         """The items that texts are near, by text, for those that are near any; the one held most comes first."""

@@ -14,6 +14,8 @@ Paris." are one answer). Such pairs are told to a person (`contamination.Compari
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -40,8 +42,31 @@ R = TypeVar("R", bound=Asks)
 S = TypeVar("S", bound=Asks)
 
 
+# Not seen: controls that are no white space, soft hyphens, joiners, marks of direction, variation selectors.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
+    "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U000e0000-\U000e0fff]"
+)
+_MAY_BE_MARKUP = re.compile(r"[*_~`<&]")
+# Tags, and the signs of emphasis and code at the edge of a word: "2*3" and "2 * 3" have none.
+_MARKUP = re.compile(r"</?[a-zA-Z][^<>]{0,200}>|(?<!\w)[*_~`]{1,3}(?=\w)|(?<=[\w.,;:!?])[*_~`]{1,3}(?!\w)")
+
+
+def seen(text: str) -> str:
+    """`text` without the characters that a reader does not see."""
+    return text if text.isascii() and text.isprintable() else _UNSEEN.sub("", text)
+
+
+def without_markup(text: str) -> str:
+    """`seen`, with a blank for every HTML tag and every sign of Markdown's emphasis, and entities resolved."""
+    if not _MAY_BE_MARKUP.search(text):
+        return seen(text)
+    return seen(_MARKUP.sub(" ", html.unescape(text)))
+
+
 def fingerprint(parts: Iterable[str]) -> bytes:
-    """16 bytes that are equal for texts equal after `normalise` (a text of punctuation only stays as it is)."""
+    """16 bytes that are equal for texts equal after `seen` and `normalise` (one of punctuation only stays as it is)."""
+    parts = map(seen, parts)
     folded = ((normalise(part) or part.strip()).encode("utf-8", "surrogatepass") + b"\x00" for part in parts)
     return xxhash.xxh3_128_digest(b"".join(folded))
 
@@ -110,10 +135,20 @@ class Asked:
         return not any(mentions(answer, wanted) or mentions(wanted, answer) for answer in answers)
 
 
+SHORTEST_QUESTION = 5
+"""Words that a part of an item must have to be looked for by itself."""
+
+
 def system_key(row: Asks) -> bytes | None:
     """The key of a row's system turns; None without any."""
     system = [turn["content"] for turn in row.messages if turn["role"] == "system"]
     return fingerprint(system) if system else None
+
+
+def last_question(messages: Sequence[Mapping[str, str]]) -> str | None:
+    """The last user turn of a dialogue that has several, where it says enough to be a question of its own."""
+    asked = [turn["content"] for turn in messages if turn["role"] == "user"]
+    return asked[-1] if len(asked) > 1 and len(asked[-1].split()) >= SHORTEST_QUESTION else None
 
 
 def find_overlap(rows: Sequence[R], others: Sequence[S], *, by_system_turns: bool = True) -> list[tuple[R, S]]:

@@ -41,3 +41,19 @@ def paid_tokens(folder: CheckpointManager, round: int) -> dict[str, int]:
         likelihood=forward_tokens(folder, round),
         samples=asked,
     )
+
+
+def taken_back(folder: CheckpointManager) -> dict[str, int]:
+    """What was paid for rounds without a result: taken back, abandoned, or not yet measured."""
+    measured = {row["round"] for row in folder.round_results()}
+    events, _ = read_events(folder.metrics_path)
+    begun = {event["round"] for event in events if event.get("event") == "step"}
+    begun |= {int(key) for key in folder.load_state().get(_STATE_KEY, {})}
+    samples = (path.name.removeprefix("round_").partition(".")[0] for path in folder.samples_path(0).parent.glob("*"))
+    begun |= {int(number) for number in samples if number.isdigit()}
+    return run_summary.add_tokens(paid_tokens(folder, round) for round in sorted(begun - measured))
+
+
+def spent(folder: CheckpointManager) -> dict[str, int]:
+    """All that the run was paid for: the rounds that have a result, and what `taken_back` counts."""
+    return run_summary.add_tokens([*(row["tokens"] for row in folder.round_results()), taken_back(folder)])

@@ -81,7 +81,7 @@ def write_report(run_dir: Path | str) -> list[Path]:
             for row in rounds
         ],
         leads=[str(lead["text"]) for lead in summary.get("leads") or ()],
-        costs=_cost_table(rounds),
+        costs=_cost_table(rounds, summary.get("taken_back")),
         tasks=_task_table(rounds),
         answered=_answered(rounds),
         categories=category_table(samples),
@@ -279,10 +279,14 @@ def _task_table(rounds: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     return table
 
 
-def _cost_table(rounds: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Rows (round, tokens trained, prefilled, sampled, dollars) of the rounds, and their sum."""
+def _cost_table(
+    rounds: Sequence[Mapping[str, Any]], taken_back: Mapping[str, Any] | None = None
+) -> list[tuple[str, ...]]:
+    """Rows (round, tokens trained, prefilled, sampled, dollars) of the rounds, of those taken back, and their sum."""
     counted = [row for row in rounds if row.get("tokens")]
     table = [(round_cells(row)[0], row["tokens"], row.get("cost")) for row in counted]
+    if taken_back and any(taken_back["tokens"].values()):
+        table.append(("taken back", taken_back["tokens"], taken_back["cost"]))
     if table:
         known = [cost for _, _, cost in table if cost is not None]
         whole = run_summary.add_tokens(tokens for _, tokens, _ in table)

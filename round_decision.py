@@ -204,7 +204,12 @@ def target_met(record: RoundRecord, config: TrainingConfig) -> tuple[bool, str]:
     if problems:
         return False, f"{shown}: {'; '.join(problems)}."
     conditions = sum(task.threshold is not None for task in tasks)
-    own = f", and {conditions} of {len(tasks)} tasks with a threshold of their own reach it" if conditions else ""
+    each = (
+        "the task with a threshold of its own reaches it"
+        if conditions == 1
+        else (f"all {conditions} tasks with thresholds of their own reach them")
+    )
+    own = f", and {each}" if conditions else ""
     sure = _how_sure(record, threshold) + _how_sure_of_tasks(tasks)
     return True, f"{shown}: {what} reaches the target of {threshold:g}{own}. {sure}"
 

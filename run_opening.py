@@ -19,6 +19,7 @@ import config_schema
 import cost_estimate
 import durable_files
 import evalops_client
+import paid_tokens
 import round_decision
 import run_summary
 from checkpoint_manager import CheckpointManager
@@ -69,9 +70,9 @@ def create_run_folder(prepared: Prepared, runs_dir: Path | str, command: str, **
 
 @dataclass(frozen=True)
 class Reopening:
-    """How a run goes on. `config` is None when it is finished and stays so; `obstacle` then says why changed settings
-    do not reopen it. `changes` are what differs from the run's own configuration; `decide_again` names the round whose
-    decision is taken back."""
+    """How a run goes on. `config` is None when it is finished and stays so. `obstacle` says why changed settings are
+    left out, `changes` are those taken; `decide_again` names the round of a finished run whose decision is taken back.
+    """
 
     config: config_schema.TrainingConfig | None
     changes: Mapping[str, Any]
@@ -83,8 +84,9 @@ def reopen(folder: CheckpointManager, asked: config_schema.TrainingConfig | None
     """Whether and how the run goes on under `asked` (None: its own configuration). Writes nothing.
 
     Raises `ConfigurationError` listing every difference that would make the run another one. A run that stopped below
-    its target is reopened when a changed limit would have let it go on, or lets it end as met; one in the middle of a
-    round goes back to its last decision when a lowered target is met already.
+    its target is reopened when a changed limit would have let it go on, or lets it end as met. One that met its target
+    ends so under its own configuration, also when it was killed before that was written down. What changed limits mean
+    for the last decision of any other unfinished run, `take_over` looks at.
     """
     written = folder.load_state().get("config_digest")
     if written is not None and written != _digest(folder.load_config()):
@@ -105,7 +107,10 @@ def reopen(folder: CheckpointManager, asked: config_schema.TrainingConfig | None
         )
     told = {key: {"was": was, "now": now} for key, (was, now) in changes.items()}
     if folder.load_state()["status"] != "completed":
-        return Reopening(config, told, decide_again=_met_meanwhile(folder, config) if changes else None)
+        decided = _last_decided(folder)
+        if changes and decided is not None and decided["decision"] == "target_met":
+            return Reopening(own, {}, obstacle_to_going_on(folder, config, decided))
+        return Reopening(config, told)
     if not changes:
         return Reopening(None, {})
     last = folder.round_results()[-1]
@@ -115,20 +120,46 @@ def reopen(folder: CheckpointManager, asked: config_schema.TrainingConfig | None
     return Reopening(config, told, decide_again=last["round"])
 
 
-def _met_meanwhile(folder: CheckpointManager, config: config_schema.TrainingConfig) -> int | None:
-    """The last decided round of an unfinished run when one of its rounds meets the target by now, else None."""
+def _last_decided(folder: CheckpointManager) -> dict[str, Any] | None:
+    """The last round's result when it is decided; None while the decision, which looks at all rounds, is to come."""
     rows = folder.round_results()
-    if not rows or not folder.is_done(rows[-1]["round"], "decide"):
-        return None  # the decision is still to come, and looks at all rounds
-    met = any(round_decision.target_met(round_record(folder, row), config)[0] for row in rows)
-    return int(rows[-1]["round"]) if met else None
+    return rows[-1] if rows and folder.is_done(rows[-1]["round"], "decide") else None
 
 
-def take_over(folder: CheckpointManager, reopening: Reopening, command: str) -> None:
-    """Write down that the run goes on, once every check has passed."""
+def _decided_otherwise(folder: CheckpointManager, prepared: Prepared) -> int | None:
+    """The last round when its decision comes out otherwise under the configuration of `prepared`, else None.
+
+    Of the round that is begun, only what is left of it is expected to be spent.
+    """
+    last = _last_decided(folder)
+    if last is None:
+        return None
+    expected = expected_tokens(folder, prepared, last["round"] + 1)
+    begun = paid_tokens.paid_tokens(folder, last["round"] + 1)
+    seconds = folder.load_state().get("wall_s", 0.0)
+    decision = decide(
+        folder,
+        prepared.config,
+        learning_rate=last["learning_rate"] or prepared.learning_rate,
+        seconds_spent=seconds,
+        next_tokens={kind: max(0, count - begun[kind]) for kind, count in expected.items()},
+        next_seconds=max(0.0, last.get("seconds", 0.0) - (seconds - last["wall_s"])),
+    )
+    same = (decision.action, decision.status) == (last["action"], last["decision"])
+    return None if same else int(last["round"])
+
+
+def take_over(folder: CheckpointManager, reopening: Reopening, prepared: Prepared, command: str) -> None:
+    """Write down that the run goes on, once every check has passed.
+
+    Where changed limits alter an unfinished run's last decision, that is taken back, with what was begun after it.
+    """
     assert reopening.config is not None
-    if reopening.decide_again is not None:
-        folder.redo_from(reopening.decide_again, "decide", status="interrupted")
+    decide_again = reopening.decide_again
+    if reopening.changes and decide_again is None:
+        decide_again = _decided_otherwise(folder, prepared)
+    if decide_again is not None:
+        folder.redo_from(decide_again, "decide", status="interrupted")
     config = redact_values(reopening.config.to_json_dict())
     if reopening.changes:
         # No digest while the two are written one after the other: killed in between, either configuration is good.
@@ -147,19 +178,50 @@ def obstacle_to_going_on(
 ) -> str:
     """Why a finished run is not decided differently under `config`; empty when it is."""
     if last["decision"] == "target_met":
-        return "it met its target, so there is nothing left to do; for another target start a new run"
-    records = [round_record(folder, row) for row in folder.round_results()]
-    tokens = run_summary.add_tokens(row["tokens"] for row in folder.round_results())
-    decision = round_decision.decide(
-        records,
+        target = folder.load_config()["eval_threshold"]
+        return f"it met its target of {target:g}, so there is nothing left to do; for another target start a new run"
+    decision = decide(
+        folder,
         config,
         learning_rate=last["learning_rate"] or config.learning_rate,
-        tokens_spent=sum(tokens.values()),
         seconds_spent=folder.load_state().get("wall_s", 0.0),
-        money_spent=run_summary.money(tokens, config.prices.get(config.base_model)),
     )
     goes_on = decision.action == "continue" or decision.status == "target_met"
     return "" if goes_on else decision.reason
+
+
+def decide(
+    folder: CheckpointManager,
+    config: config_schema.TrainingConfig,
+    *,
+    learning_rate: float,
+    seconds_spent: float,
+    next_tokens: Mapping[str, int] | None = None,
+    next_seconds: float = 0.0,
+) -> round_decision.Decision:
+    """`round_decision.decide` about the rounds that the folder holds; spent is all that was paid, by `paid_tokens`."""
+    tokens = paid_tokens.spent(folder)
+    price = config.prices.get(config.base_model)
+    expected = next_tokens or {}
+    return round_decision.decide(
+        [round_record(folder, row) for row in folder.round_results()],
+        config,
+        learning_rate=learning_rate,
+        tokens_spent=sum(tokens.values()),
+        seconds_spent=seconds_spent,
+        money_spent=run_summary.money(tokens, price),
+        next_tokens=sum(expected.values()),
+        next_seconds=next_seconds,
+        next_money=run_summary.money(expected, price) or 0.0 if expected else 0.0,
+    )
+
+
+def expected_tokens(folder: CheckpointManager, prepared: Prepared, round: int) -> dict[str, int]:
+    """The most tokens that `round`, which is to come, is expected to take."""
+    rows = folder.round_results()
+    return cost_estimate.expected_round(
+        prepared.estimate.round(round), rows[0]["tokens"], [row["tokens"] for row in rows[1:]]
+    )
 
 
 def round_record(folder: CheckpointManager, row: Mapping[str, Any]) -> round_decision.RoundRecord:
@@ -266,9 +328,11 @@ def tell_outcome(folder: CheckpointManager, summary: Mapping[str, Any], screen: 
         screen.say(f"  {lead['text']}")
     cost = f", {cost_estimate.dollars(summary['cost'])}" if summary["cost"] is not None else ""
     tokens = summary["tokens"]
+    taken_back = sum(summary["taken_back"]["tokens"].values()) if "taken_back" in summary else 0
+    of_these = f" ({taken_back:,} of these for rounds taken back)" if taken_back else ""
     screen.say(
-        f"tokens: {tokens['train']:,} trained, {tokens['prefill']:,} prefilled, {tokens['sample']:,} sampled{cost}; "
-        f"{summary['wall_s']:.0f} s"
+        f"tokens: {tokens['train']:,} trained, {tokens['prefill']:,} prefilled, {tokens['sample']:,} sampled"
+        f"{of_these}{cost}; {summary['wall_s']:.0f} s"
     )
     if summary.get("evalops_unsent"):
         screen.warn(

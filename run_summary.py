@@ -190,14 +190,16 @@ def build_summary(
     final_checkpoint: str | None,
     final_state: str | None,
     price: Price | None,
+    taken_back: Mapping[str, int],
     wall_s: float,
     leads: Sequence[round_decision.Comparison],
     notes: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The content of `summary.json`. `final_checkpoint` is None when the untouched base model scored best; `leads`
-    compare the best round with the baseline and the runner-up."""
+    compare the best round with the baseline and the runner-up. `taken_back` are tokens of rounds that are not among
+    `rounds` any more; the totals hold them."""
     by_round = {row["round"]: row for row in rounds}
-    tokens = add_tokens(row["tokens"] for row in rounds)
+    tokens = add_tokens([*(row["tokens"] for row in rounds), taken_back])
     return {
         "run_id": run_id,
         "status": status,
@@ -211,6 +213,7 @@ def build_summary(
         "final_state": final_state,
         "tokens": tokens,
         "cost": money(tokens, price),
+        "taken_back": {"tokens": dict(taken_back), "cost": money(taken_back, price)},
         "wall_s": wall_s,
         "leads": [
             {

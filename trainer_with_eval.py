@@ -137,17 +137,23 @@ async def run_loop(
             reopening = run_opening.reopen(folder, config)
             if reopening.config is None:
                 return run_opening.tell_finished(folder, reopening.obstacle, screen, send=not dry_run)
-            with tinker_backend.connect(folder.engine_dir) as backend:
+            # A run killed early may not have the adapter that it starts from in its engine yet.
+            with tinker_backend.connect(
+                folder.engine_dir, adopt=reopening.config.init_from, adopt_from=folder.run_dir.parent
+            ) as backend:
                 warmup_steps = folder.load_state().get("hparams", {}).get("warmup_steps")
                 prepared = prepare(reopening.config, backend, warmup_steps=warmup_steps)
                 run_opening.refuse_changed_inputs(folder, prepared)
                 run_opening.show_plan(prepared, screen)
+                if reopening.obstacle:
+                    screen.warn(f"the changed settings are left out: {reopening.obstacle}")
                 if not folder.is_done(0, "baseline"):
                     cost_estimate.refuse_over_budget("the baseline", prepared.estimate.baseline, prepared.config)
                 if dry_run:
                     screen.say("dry run: the run can go on as planned; nothing was changed")
                     return {}
-                run_opening.take_over(folder, reopening, command)
+                await asyncio.sleep(0)  # a Ctrl-C during the checks takes effect here, before anything is written
+                run_opening.take_over(folder, reopening, prepared, command)
                 return await to_the_end(prepared, folder, backend, console=console)
 
     assert config is not None, "run_loop needs a configuration unless it resumes"
@@ -328,6 +334,9 @@ def is_tuning(args: argparse.Namespace) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code. Only a bug shows a traceback."""
+    # A process may be started without them; libraries take it that they are there.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     words = list(sys.argv[1:] if argv is None else argv)
     # A word with "=" is an override, also after --resume, which takes a word or none; --config and --runs-dir always
     # take the next one.
@@ -362,6 +371,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         prefix = "" if err.exit_code == EXIT_INTERRUPTED else "error: "
         tell(f"{prefix}{redact(visible(str(err)))}")
         return err.exit_code
+    except SystemExit as err:
+        # Of a strategy, a scorer or another module of the user's: the run did not come to its end.
+        tell(f"error: code that the run called ended the program (sys.exit({err.code!r})); the run can be resumed")
+        return EXIT_FAILED
     except ModuleNotFoundError as err:
         requirements = Path(__file__).with_name("requirements.txt")
         tell(

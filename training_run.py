@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,7 +18,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import adapter_effect
-import cost_estimate
 import data_loader
 import evalops_client
 import hyperparam_utils
@@ -35,6 +35,7 @@ from error_handling import (
     EXIT_TARGET_MET,
     EXIT_TARGET_MISSED,
     CheckpointError,
+    DamagedFileError,
     EvalLoopError,
     InterruptedRunError,
     TrainingError,
@@ -196,7 +197,8 @@ class TrainingRun:
         try:
             self._client, self._steps_done = await self._starts.restore(round)
         except LostRoundError as err:
-            self.folder.redo_from(err.round, "train", wall_s=self.wall_seconds())
+            spent = self.wall_seconds()
+            self.folder.redo_from(err.round, "train", wall_s=spent, went_back_s=spent)
             self.log.supersede(self._is_unfinished)
             self.log.warn(f"{err}, so the run goes back and trains that round again", round=err.round)
             return False
@@ -205,10 +207,7 @@ class TrainingRun:
     async def client(self, round: int) -> tinker.TrainingClient:
         """The training client, holding the weights that `round` needs; made or restored on first use."""
         if self._client is None:
-            told = len(self.folder.notes)
             self._client, self._steps_done = await self._starts.restore(round)
-            for note in self.folder.notes[told:]:
-                self.log.warn(note, round=round)
         return self._client
 
     # Phases
@@ -285,7 +284,7 @@ class TrainingRun:
             round=round,
             count=self.config.steps_per_round * self.config.batch_size,
             seen=seen,
-            samples=self.folder.load_samples(round - 1 if base is None else base),
+            samples=self._samples(round - 1 if base is None else base),
         )
         if not self._selector.uses_losses(round):
             return choose()
@@ -296,6 +295,18 @@ class TrainingRun:
             self.folder, round, sum(datum.model_input.length for group in groups.values() for datum in group)
         )
         return choose(row_losses=await tinker_backend.group_losses(await self.client(round), groups, watch=self._watch))
+
+    def _samples(self, round: int) -> list[SampleResult]:
+        """All samples of a round that is done. Those of tasks are known from there alone, so that without one of them a
+        row which asks the same could be trained on."""
+        samples = self.folder.load_samples(round)
+        n, found = self.result(round)["n"], len({(sample.task, sample.id) for sample in samples})
+        if found < n:
+            raise DamagedFileError(
+                f"{self.folder.samples_path(round)}: holds {found} of the {n} samples of round {round}; put the file "
+                "back as it was, or start a new run"
+            )
+        return samples
 
     def _batches(self, round: int) -> list[list[data_loader.Row]]:
         """The rows of every step of a round whose selection is written."""
@@ -459,6 +470,12 @@ class TrainingRun:
             client = await self.client(round)
             likelihoods = await self._unless_stopped(adapter_effect.target_likelihoods(client, data, watch=self._watch))
             nll = adapter_effect.mean_nll(likelihoods)
+            if not math.isfinite(nll):
+                raise TrainingError(
+                    f"{name}: the likelihood of the targets is {nll}: the weights hold values that are not finite, and "
+                    "the replies are no result. The learning rate is probably too high: lower learning_rate and start "
+                    "a new run."
+                )
             await self._check_effect(
                 round, data, likelihoods, result.samples, model_path=model_path, state_path=state_path
             )
@@ -578,27 +595,20 @@ class TrainingRun:
         if self.folder.is_done(round, "decide"):
             return
         self._begin(round, "decide")
-        rows = self.results()
-        tokens = run_summary.add_tokens(row["tokens"] for row in rows)
-        price = self.config.prices.get(self.config.base_model)
         spent = self.wall_seconds()
-        expected = cost_estimate.expected_round(
-            self.prepared.estimate.round(round + 1), rows[0]["tokens"], [row["tokens"] for row in rows[1:]]
-        )
-        decision = round_decision.decide(
-            [run_opening.round_record(self.folder, row) for row in rows],
+        seconds = self._seconds_of(round, spent)
+        decision = run_opening.decide(
+            self.folder,
             self.config,
             learning_rate=self.learning_rate(round) if round else self.prepared.learning_rate,
-            tokens_spent=sum(tokens.values()),
             seconds_spent=spent,
-            money_spent=run_summary.money(tokens, price),
-            next_tokens=sum(expected.values()),
-            next_money=run_summary.money(expected, price) or 0.0,
+            next_tokens=run_opening.expected_tokens(self.folder, self.prepared, round + 1),
             # Before the first round only the time of an evaluation is known, which a round holds as well.
-            next_seconds=spent - self.result(round - 1)["wall_s"] if round else spent,
+            next_seconds=seconds,
         )
         fields = {
             "wall_s": spent,
+            "seconds": seconds,
             "decision": decision.status,
             "action": decision.action,
             "reason": decision.reason,
@@ -613,12 +623,29 @@ class TrainingRun:
         scores_are = self._scores_are()
         self.log.say(f"decision: {decision.reason}" + (f" (scores {scores_are})" if scores_are else ""))
 
+    def _seconds_of(self, round: int, now: float) -> float:
+        """Seconds that a round took which is decided at `now`; decided again, what it took the first time."""
+        known = self.result(round).get("seconds")
+        if known is not None:
+            return float(known)
+        began = self.result(round - 1)["wall_s"] if round else 0.0
+        return now - max(began, self.folder.load_state().get("went_back_s", 0.0))
+
+    async def _abandon_after(self, last: int) -> None:
+        """Mark what was begun after round `last` and is in no result; its states are deleted."""
+        self.log.supersede(lambda event: (event.get("round") or 0) > last)
+        later = [c for c in self.folder.checkpoints() if (c.round or 0) > last and c.gone is None]
+        if later:
+            await self._starts.let_go(last)
+            self.folder.mark_gone([c for c in later if c.kind != "state"], "superseded")
+
     async def finish(self) -> dict[str, Any]:
         """Name the best checkpoint, write the summary and the report, and say where everything is."""
         import report
 
         last = self.results()[-1]
         self._begin(last["round"], "finish")
+        await self._abandon_after(last["round"])
         met = last["decision"] == "target_met"
         best = self.folder.checkpoint_of_round(last["best_round"]) if last["best_round"] else None
         # The baseline is the untouched base model, which has no checkpoint, or the adapter that the run started from.
@@ -638,6 +665,7 @@ class TrainingRun:
             final_checkpoint=best.sampler_path if best else self.result(last["best_round"])["checkpoint"],
             final_state=best.state_path if best else start_state,
             price=self.config.prices.get(self.config.base_model),
+            taken_back=paid_tokens.taken_back(self.folder),
             wall_s=self.wall_seconds(),
             leads=round_decision.leads(
                 [run_opening.round_record(self.folder, row) for row in self.results()], last["best_round"]

@@ -384,3 +384,61 @@ def test_what_overlap_keeps_and_what_a_test_item_takes_out_are_told_apart(tmp_pa
     files = {"eval_file": files["test_file"], "test_file": write(tmp_path, "both.jsonl", other, "Does it rain?")}
     both = load_run_data(train, **files, allow_overlap=True)
     assert ([match.kept for match in both.near], both.on_training_data) == ([False], False)
+
+
+STEAMSHIP = "In which harbour does the old steamship Meridian lie at anchor during the winter months?"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        STEAMSHIP.replace("steamship", "steam\u00adship"),
+        STEAMSHIP.replace("steamship", "steam\u200bship"),
+        "\u200b".join(STEAMSHIP),
+        "\u034f".join(STEAMSHIP),
+        STEAMSHIP.replace("old", "o\x02ld"),
+        STEAMSHIP.replace("Meridian", "\u202aMeri\ufe0fdian"),
+        STEAMSHIP.replace("Meridian", "**Meridian**"),
+        STEAMSHIP.replace("Meridian", "_Meridian_"),
+        STEAMSHIP.replace("Meridian", "<b>Meridian</b>").replace("lie", "<span class='x'>lie</span>"),
+        STEAMSHIP.replace("lie at", "`lie` ~~at~~"),
+        STEAMSHIP.replace(" ", "&nbsp;"),
+    ],
+)
+def test_what_a_reader_does_not_see_and_markup_hide_no_item(text):
+    item = dialogue("e", None, STEAMSHIP, "Harrow Quay")
+    for asked in (text, f"Tell me this: {text}"):
+        found = compare([dialogue("t", None, asked, "Harrow Quay")], [item])
+        assert [row.id for row, _ in found.overlap] + [match.row_id for match in found.near] == ["t"]
+
+
+def test_signs_that_are_no_markup_still_tell_sums_apart():
+    sums = [
+        dialogue(f"e{n}", None, f"What is {n} * 3 + 2 when it is written as a single number?", "5") for n in range(3)
+    ]
+    others = [
+        dialogue(f"t{n}", None, f"What is {n} + 3 * 2 when it is written as a single number?", "7") for n in range(3)
+    ]
+    assert compare(others, sums).near == ()
+
+
+def test_the_last_question_of_a_dialogue_is_looked_for_by_itself():
+    turns = (
+        {"role": "user", "content": "Good morning, I have come about the ships."},
+        {"role": "assistant", "content": "Ask away."},
+        {"role": "user", "content": STEAMSHIP},
+        {"role": "assistant", "content": "Harrow Quay"},
+    )
+    item = Row("e", turns, None, "messages", "e", 1)
+    short = Row("s", (*turns[:2], {"role": "user", "content": "And why so?"}, turns[3]), None, "messages", "s", 1)
+    rows = [
+        dialogue("alone", None, STEAMSHIP, "Harrow Quay"),
+        dialogue("within", None, f"Now then. {STEAMSHIP}", "Harrow Quay"),
+        dialogue("short", None, "And why so?", "Because"),
+    ]
+    found = compare(rows, [item, short])
+    assert [(match.row_id, match.item_id) for match in found.near] == [("alone", "e"), ("within", "e")]
+    chosen = EvaluationItems(rows, [item, short])
+    assert [chosen.held_by(row) is not None for row in rows] == [True, True, False]
+    sample = SampleResult("arc", "1", 1, STEAMSHIP, "A", "", 0.0, turns=turns[:3])
+    assert EvaluationItems(rows, [], [sample]).asks_same(rows[0])

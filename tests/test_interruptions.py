@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -14,10 +15,11 @@ from typing import Any
 
 import pytest
 import requests
-from mini_run import MODEL
+from mini_run import MODEL, mini_run
 from sdk_clients import KEY
 
 import trainer_with_eval
+from error_handling import DamagedFileError, TrainingError
 from mock_tinker import LocalTinkerServer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -165,3 +167,61 @@ def test_a_disk_that_fills_up_in_a_save_is_told_and_the_run_goes_on_once_there_i
     shown, _ = resumed.communicate(timeout=300)
     assert resumed.returncode == 3, shown
     assert "Traceback" not in shown
+
+
+def test_code_of_the_users_that_ends_the_program_is_no_end_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "leaving.py").write_text("import sys\n\ndef leave(request):\n    sys.exit(0)\n")
+    short = {"evaluator": "simple", "max_tokens": 2}
+    config = write_config(tmp_path, 4, eval_threshold=1.0, selection={"strategy": "leaving:leave"}, evaluation=short)
+    process = start("--config", config, "--runs-dir", tmp_path / "runs", TINKER_MOCK="1")
+    shown, _ = process.communicate(timeout=300)
+    assert process.returncode == 1, shown
+    assert "code that the run called ended the program (sys.exit(0))" in shown
+
+
+def test_with_no_standard_output_at_all_a_run_comes_to_its_end(tmp_path: Path) -> None:
+    config = write_config(tmp_path, 4, evaluation={"evaluator": "simple", "max_tokens": 2})
+    words = [sys.executable, str(ROOT / "trainer_with_eval.py"), "--config", str(config), "--runs-dir"]
+    command = f'exec "$@" "{tmp_path}/runs" >&-'
+    done = subprocess.run(
+        ["bash", "-c", command, "run", *words],
+        check=False,
+        env={**os.environ, "TINKER_MOCK": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.glob("runs/*/summary.json"))
+
+
+def test_weights_that_are_not_finite_give_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_MOCK", "1")
+    with pytest.raises(TrainingError, match=r"round 1: the likelihood of the targets is nan.*lower learning_rate"):
+        mini_run(tmp_path, steps_per_round=1, learning_rate=1e30)
+    state = json.loads(next(tmp_path.glob("runs/*/state.json")).read_text())
+    assert [row["round"] for row in state["rounds"]] == [0]
+
+
+def test_rows_are_not_chosen_without_all_samples_of_the_round_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The items of a task are known from its samples alone: with one of them missing, a row could ask what it asks.
+    monkeypatch.setenv("TINKER_MOCK", "1")
+    run = mini_run(tmp_path, steps_per_round=1)
+    samples = run / "samples" / "round_01.jsonl"
+    lines = samples.read_text().splitlines(keepends=True)
+    samples.write_text("".join(lines[1:]))
+    with pytest.raises(DamagedFileError, match=r"round_01\.jsonl: holds 3 of the 4 samples of round 1"):
+        asyncio.run(
+            trainer_with_eval.run_loop(
+                trainer_with_eval.load_config(
+                    trainer_with_eval.build_parser().parse_args(["--config", str(tmp_path / "config.json")]),
+                    ["max_rounds=2"],
+                ),
+                runs_dir=run.parent,
+                resume=str(run),
+                console=False,
+            )
+        )
