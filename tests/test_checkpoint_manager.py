@@ -18,6 +18,7 @@ from checkpoint_manager import CheckpointManager, check_training_path, find_late
 from durable_files import StorageError
 from error_handling import CheckpointError, DataError, RunLockedError, RunNotFoundError
 from evaluation import SampleResult
+from run_folders import new_run_folder
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {"base_model": "tiny", "train_file": "data/train.jsonl", "max_steps": 30, "save_every": 5}
@@ -470,3 +471,11 @@ def test_a_run_folder_appears_whole_or_not_at_all(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == [made.run_id]
         assert find_latest_run(tmp_path) == made.run_dir
         assert made.load_near_matches() == [{"id": "train:1"}]
+
+
+def test_a_folder_in_the_making_that_becomes_a_run_meanwhile_is_no_failure(tmp_path):
+    # Listed and not there any more, as when another process renames its own at that moment.
+    (tmp_path / ".unfinished-20260102T030405Z-0a1b2c").symlink_to(tmp_path / "gone")
+    with new_run_folder(tmp_path) as (_, final):
+        pass
+    assert final.is_dir()
