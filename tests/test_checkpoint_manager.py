@@ -254,21 +254,21 @@ def test_opening_repairs_a_torn_checkpoint_row_so_that_plain_readers_can_go_on(m
 
 def test_the_newest_row_without_a_state_falls_back_to_the_one_before_and_says_so(manager):
     manager.checkpoints_path.write_text(
-        '{"name": "000003", "batch": 3, "state_path": "tinker://r:train:0/weights/000003", "loss_ema": 1.5}\n'
-        '{"name": "000006", "batch": 6, "sampler_path": "tinker://r:train:0/sampler_weights/000006"}'
+        '{"name": "000003", "batch": 3, "round": 1, "state_path": "tinker://r:train:0/weights/000003", '
+        '"loss_ema": 1.5}\n'
+        '{"name": "000006", "batch": 6, "round": 1, "sampler_path": "tinker://r:train:0/sampler_weights/000006"}'
     )
-    latest = manager.latest_checkpoint()
-    assert latest is not None
+    (latest,) = manager.resume_points(1)
     assert (latest.name, latest.batch, latest.extra) == ("000003", 3, {"loss_ema": 1.5})
     assert [note for note in manager.notes if "'000006' has no saved state" in note]
-    manager.latest_checkpoint()
+    manager.resume_points(1)
     assert len(manager.notes) == 1
 
 
 def test_a_row_that_was_meant_for_sampling_only_is_passed_over_without_a_note(manager):
     add(manager, "r1", 1, 10)
-    manager.add_checkpoint("s", batch=12, round=2, step=12, sampler_path=SAMPLER + "s", kind="sampler")
-    assert manager.latest_checkpoint().name == "r1"
+    manager.add_checkpoint("s", batch=12, round=1, step=12, sampler_path=SAMPLER + "s", kind="sampler")
+    assert [c.name for c in manager.resume_points(1)] == ["r1"]
     assert manager.notes == []
 
 
@@ -278,7 +278,6 @@ def test_a_checkpoint_that_is_gone_is_passed_over_and_its_row_kept(manager):
     lost = add(manager, "r2", 2, 20)
     manager.mark_gone([lost], "lost")
     assert [c.name for c in manager.resume_points(2)] == ["s15"]
-    assert manager.latest_checkpoint().name == "s15"
     assert manager.checkpoint_of_round(2) is None
     assert [(c.name, c.gone) for c in manager.checkpoints()] == [("r1", None), ("s15", None), ("r2", "lost")]
     add(manager, "r2", 2, 20, state_path=STATE + "again")
@@ -289,12 +288,12 @@ def test_a_checkpoint_that_is_gone_is_passed_over_and_its_row_kept(manager):
 def test_checkpoints_are_found_by_round(manager):
     add(manager, "r1", 1, 10)
     add(manager, "s15", 2, 15, kind="state", sampler_path=None)
-    assert manager.latest_checkpoint(round=2).name == "s15"
+    assert [c.name for c in manager.resume_points(2)] == ["s15"]
     assert manager.checkpoint_of_round(2) is None
     add(manager, "r2", 2, 20, expires_at="2026-01-01")
     assert manager.checkpoint_of_round(2).extra == {"expires_at": "2026-01-01"}
     assert manager.checkpoint_of_round(1).name == "r1"
-    assert manager.latest_checkpoint(round=3) is None
+    assert manager.resume_points(3) == []
 
 
 def test_sampler_weights_are_refused_for_training_with_the_reason(manager):
