@@ -29,7 +29,7 @@ SCORING_GRACE_S = 2.0
 
 
 class Traffic:
-    """What is under way of one evaluation: requests `in_flight`, replies that came, samples that were kept."""
+    """What is under way of one evaluation: requests `in_flight`, replies that came, answered samples that were kept."""
 
     def __init__(self) -> None:
         self.in_flight = self.replies = self.kept = 0
@@ -40,6 +40,10 @@ class Traffic:
         self.replies += replies
         self.kept += kept
         self.moved = time.monotonic()
+
+    def keep(self, samples: Sequence[SampleResult]) -> None:
+        """Count `samples`, which are kept; one that failed answers for no reply."""
+        self.move(kept=sum(sample.error is None for sample in samples))
 
     async def settle(self) -> None:
         """Wait until every reply on its way has come and its sample is kept, `STOP_GRACE_S` seconds at most.
@@ -148,7 +152,7 @@ async def ask_checkpoint(
 
         def keep(samples: Sequence[SampleResult]) -> None:
             folder.append_samples(round, samples)
-            traffic.move(kept=len(samples))
+            traffic.keep(samples)
             bar.advance(len(samples))
 
         if prepared.evaluator == "simple":

@@ -358,14 +358,6 @@ class CheckpointManager:
         """
         return [c for c in reversed(self.checkpoints()) if c.round == round and self._can_train(c)]
 
-    def latest_checkpoint(self, round: int | None = None) -> Checkpoint | None:
-        """The newest checkpoint that training can go on from, of `round` or of the whole run; None without any.
-
-        Passes over what `resume_points` does.
-        """
-        newest = reversed(self.checkpoints())
-        return next((c for c in newest if round in (None, c.round) and self._can_train(c)), None)
-
     def checkpoint_of_round(self, round: int) -> Checkpoint | None:
         """The checkpoint that ended `round` (state and sampler weights), None while there is none."""
         ended = [c for c in self.checkpoints() if c.round == round and c.kind != "state" and c.sampler_path]

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -47,8 +47,9 @@ def new_run_folder(runs_dir: Path | str) -> Iterator[tuple[Path, Path]]:
     with storage_errors(final, "make the run folder"):
         unfinished.mkdir(parents=True)
         for old in runs_dir.glob(f"{_UNFINISHED}*"):
-            if time.time() - old.stat().st_mtime > _LEFT_AFTER_S:
-                shutil.rmtree(old, ignore_errors=True)
+            with suppress(FileNotFoundError):  # another process has made its run of it meanwhile
+                if time.time() - old.stat().st_mtime > _LEFT_AFTER_S:
+                    shutil.rmtree(old, ignore_errors=True)
         try:
             yield unfinished, final
             fsync_folder(unfinished)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from mini_run import mini_run, run_folder
 import chat_sampler
 import run_opening
 import trainer_with_eval
+from checkpoint_evaluation import Traffic
 from checkpoint_manager import CheckpointManager
 from error_handling import EvaluationError, ServiceError
+from evaluation import SampleResult
 from logger import read_events
 
 
@@ -66,3 +69,16 @@ def test_an_evaluation_with_too_many_failures_ends_the_run_and_a_resume_asks_onl
     assert set(asked) == lost
     (baseline,) = json.loads((run_dir / "summary.json").read_text())["rounds"]
     assert (baseline["n"], baseline["errors"], baseline["answered_score"]) == (10, 0, baseline["score"])
+
+
+async def test_a_run_that_stops_waits_for_the_scoring_of_a_reply_also_when_another_sample_failed():
+    answered = SampleResult("t", "1", 1, "q", "a", "a", 1.0)
+    failed = SampleResult("t", "2", 1, "q", "a", "", 0.0, error="HTTP 503")
+    traffic = Traffic()
+    traffic.keep([failed])
+    traffic.move(replies=1)
+    settled = asyncio.ensure_future(traffic.settle())
+    await asyncio.sleep(0.1)
+    assert not settled.done()
+    traffic.keep([answered])
+    await settled

@@ -33,3 +33,21 @@ def test_what_was_done_twice_is_counted_twice(tmp_path: Path):
         folder.redo_from(1, "evaluate")
         folder.append_sample(1, sample("1", 30, 1))
         assert paid_tokens.paid_tokens(folder, 1)["sample"] == 23
+
+
+def test_rounds_that_are_taken_back_stay_paid(tmp_path: Path):
+    with CheckpointManager.create(tmp_path, {"base_model": "m"}) as folder:
+        log = StructuredLogger(folder.metrics_path, console=False)
+        for round in (1, 2, 3):
+            log.event("step", round=round, step=round, tokens=100 * round, loss=1.0)
+            folder.append_samples(round, [sample("1", 30, 5)])
+            if round < 3:
+                folder.phase_done(round, "evaluate", result={"tokens": paid_tokens.paid_tokens(folder, round)})
+        paid_tokens.note_forward(folder, 4, 7)
+        spent = {"train": 600, "prefill": 90 + 7, "sample": 15}
+        assert paid_tokens.spent(folder) == spent
+        assert paid_tokens.taken_back(folder) == {"train": 300, "prefill": 37, "sample": 5}
+        folder.redo_from(1, "train")
+        log.supersede_after(0)
+        assert folder.round_results() == []
+        assert paid_tokens.spent(folder) == paid_tokens.taken_back(folder) == spent

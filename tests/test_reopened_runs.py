@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from mini_run import mini_run, run_folder
 
 import paid_tokens
+import preparation
+import run_opening
 import trainer_with_eval
 import training_run
 from checkpoint_manager import CheckpointManager
@@ -82,7 +85,9 @@ def test_a_target_that_was_met_stays_met_as_it_was_under_a_raised_one(tmp_path, 
 
 def test_more_rounds_given_before_the_end_was_written_are_trained(tmp_path):
     run_dir = stopped_before_the_end(tmp_path, max_rounds=1)
+    took = json.loads((run_dir / "state.json").read_text())["rounds"][1]["seconds"]
     code, summary = resume(run_dir, "max_rounds=2")
+    assert json.loads((run_dir / "state.json").read_text())["rounds"][1]["seconds"] == took
     assert (code, [row["decision"] for row in summary["rounds"]][2:]) == (3, ["target_missed"])
     assert sum(summary["taken_back"]["tokens"].values()) == 0
 
@@ -140,3 +145,36 @@ def test_of_a_round_that_is_begun_only_the_rest_must_fit_the_budget(in_round_two
         _, summary = resume(run_dir, f"budget.tokens={limit}")
         assert len(summary["rounds"]) == rounds
         assert summary["rounds"][-1]["decision"] == "budget_spent"
+
+
+def test_a_run_killed_before_its_engine_had_the_starting_adapter_goes_on(in_round_two, tmp_path):
+    source = Path(shutil.copytree(in_round_two, tmp_path / "runs" / in_round_two.name))
+    rows = [json.loads(line) for line in (source / "checkpoints.jsonl").read_text().splitlines()]
+    state = next(row["state_path"] for row in rows if row["name"] == "round_01")
+    real = run_opening.create_run_folder
+
+    def create_and_die(*args: Any, **fields: Any) -> CheckpointManager:
+        real(*args, **fields).close()
+        raise InterruptedRunError("killed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_opening, "create_run_folder", create_and_die)
+        with pytest.raises(InterruptedRunError):
+            mini_run(tmp_path, **CHANGES, init_from=state, eval_threshold=0.0)
+    (run_dir,) = set((tmp_path / "runs").iterdir()) - {source}
+    code, summary = resume(run_dir)
+    assert (code, summary["final_state"]) == (0, state)
+
+
+def test_ctrl_c_during_the_checks_of_a_resume_changes_nothing(in_round_two, tmp_path, monkeypatch):
+    run_dir = Path(shutil.copytree(in_round_two, tmp_path / "runs" / in_round_two.name))
+    before = {name: (run_dir / name).read_bytes() for name in ("config.json", "state.json", "metrics.jsonl")}
+    real = preparation.prepare
+
+    def prepare(*args: Any, **fields: Any) -> preparation.Prepared:
+        signal.raise_signal(signal.SIGINT)
+        return real(*args, **fields)
+
+    monkeypatch.setattr(preparation, "prepare", prepare)
+    assert trainer_with_eval.main(["--resume", str(run_dir), "max_rounds=1"]) == 130
+    assert {name: (run_dir / name).read_bytes() for name in before} == before

@@ -168,6 +168,10 @@ def test_with_every_state_lost_the_run_goes_back_to_a_fresh_adapter(resumable, u
     assert again == [1, 2, 3, 4, 5, 6, 7]
     assert (resumable / "samples" / "round_01.superseded.jsonl").read_bytes() == before
     assert_ended_alike(resumable, unbroken)
+    state = json.loads((resumable / "state.json").read_text())
+    first = state["rounds"][1]
+    # What the run did before it went back is no part of the round's time, by which the next one is judged.
+    assert first["seconds"] == first["wall_s"] - state["went_back_s"] < first["wall_s"] - state["rounds"][0]["wall_s"]
 
 
 @pytest.mark.parametrize(
