@@ -398,7 +398,7 @@ def _rounds(count: int) -> str:
 
 
 def _all_rounds(count: int) -> str:
-    return "The only round is used" if count == 1 else f"All {count} rounds are used"
+    return "The only round allowed is used" if count == 1 else f"All {count} rounds are used"
 
 
 def _capital(text: str) -> str:

@@ -75,14 +75,20 @@ class RowRules:
         return f"{self.stem}:{line}"
 
     def category(self, record: Mapping[str, Any]) -> str | None:
-        """The record's `category_field`, or else its `category`; `RowFault` when that is a list or an object."""
-        for key in (self.category_field, "category"):
-            value = record.get(key) if key else None
+        """What the record holds in the category's field; `RowFault` when that is a list or an object."""
+        for key in self._category_keys():
+            value = record.get(key)
             if isinstance(value, list | dict):
                 raise RowFault(f"the category {key!r} is {kind_of(value)}, expected a text")
             if value is not None and value != "":
                 return str(value)
         return None
+
+    def _category_keys(self) -> tuple[str, ...]:
+        """`category_field`, and for training rows `category` in its absence: they need not be of the same origin."""
+        if self.category_field is None:
+            return ("category",)
+        return (self.category_field, "category") if self.purpose == "train" else (self.category_field,)
 
     def row(self, record: Mapping[str, Any], line: int, content: RowContent | None = None) -> Row:
         """The row of a record; `RowFault` says why it is none. `content` is that of the record, when it is known."""
@@ -97,7 +103,7 @@ class RowRules:
         used = content.used_keys
         metadata: dict[str, Any] = {}
         if len(record) > len(used):
-            beside = {"id", "category", self.category_field}
+            beside = {"id", *self._category_keys()}
             metadata = {key: value for key, value in record.items() if key not in used and key not in beside}
         identity = given_id(record)
         return Row(

@@ -143,10 +143,11 @@ def _told_differing(pairs: Sequence[tuple[Row, Row]]) -> list[str]:
     """What to tell of rows with the user turn of an item that are trained on."""
     if not pairs:
         return []
-    count = "1 row has" if len(pairs) == 1 else f"{len(pairs)} rows have"
+    has, counts_as = ("has", "counts as another question") if len(pairs) == 1 else ("have", "count as other questions")
+    count = f"{len(pairs)} row{'' if len(pairs) == 1 else 's'} {has}"
     listed = ", ".join(first_ten(f"{row.where} ({item.where})" for row, item in pairs))
-    told = "the user turn of an evaluation or test item, under another system turn and with another answer"
-    return [f"{count} {told}, and so count as other questions: {listed}"]
+    told = "the user turn of an evaluation item, under another system turn and with another answer"
+    return [f"{count} {told}, and so {counts_as}: {listed}"]
 
 
 def _pool_copies(supply: RowSupply, train: Sequence[Row], pool: LoadedRows) -> tuple[set[int], list[str]]:

@@ -336,7 +336,7 @@ def tell_outcome(folder: CheckpointManager, summary: Mapping[str, Any], screen: 
     )
     if summary.get("evalops_unsent"):
         screen.warn(
-            f"{summary['evalops_unsent']} EvalOps submissions are still unsent; send them with "
+            f"EvalOps submissions still unsent: {summary['evalops_unsent']}; send them with "
             + shlex.join(
                 [sys.executable, str(Path(__file__).with_name("evalops_client.py")), "flush", str(folder.run_dir)]
             )

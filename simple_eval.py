@@ -105,7 +105,7 @@ def check_rows(rows: Sequence[EvalRow], *, cluster_by: str | None = None, catego
             faults.append(f"{row.where}: the id {row.id!r} is already used at {seen[row.id]}")
         seen[row.id] = row.where
         if cluster_by is not None and row_cluster(row, cluster_by, category_field) is None:
-            known = ", ".join(sorted(row.metadata)) or "none"
+            known = ", ".join(sorted({*row.metadata, *(["category"] if row.category is not None else [])})) or "none"
             faults.append(
                 f"{row.where}: no text or number in the field {cluster_by!r} that evaluation.cluster_by names; further "
                 f"fields of the row: {known}"

@@ -340,3 +340,12 @@ def test_a_configuration_s_odd_keys_and_values_are_told_on_one_line(tmp_path, co
     (line,) = str(error.value).split("\n")
     assert reason in line
     assert line.isprintable()
+
+
+def test_a_category_field_that_no_evaluation_row_has_is_refused_though_there_is_a_category(tmp_path):
+    path = tmp_path / "eval.jsonl"
+    path.write_text('{"question": "q", "answer": "a", "category": "x"}\n')
+    with pytest.raises(DataError, match=r"eval\.jsonl:1: no row has the category field 'kind'; further .*: category"):
+        load_rows(path, purpose="eval", category_field="kind")
+    assert load_rows(path, purpose="train", category_field="kind").rows[0].category == "x"
+    assert load_rows(path, purpose="eval").rows[0].category == "x"
