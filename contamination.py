@@ -93,19 +93,26 @@ class Comparison(Generic[R, S]):
     differing: tuple[tuple[R, S], ...] = ()
 
 
-def compare(rows: Sequence[R], items: Sequence[S], asking: Iterable[int] | None = None) -> Comparison[R, S]:
+def compare(
+    rows: Sequence[R],
+    items: Sequence[S],
+    asking: Iterable[int] | None = None,
+    *,
+    by_system_turns: bool = True,
+) -> Comparison[R, S]:
     """Compare every training row with every evaluation item, in one pass over the rows.
 
     `asking` are the positions of the rows with a key of an item (`overlap.question_keys`), where these are known.
+    `by_system_turns`: whether system turns can make two questions of one user turn (`overlap.Asked`).
     """
     if not rows or not items:
         return Comparison((), (), None)
-    asked = tuple(Asked.by(item) for item in items)
+    asked = tuple(Asked.by(item, by_system_turns=by_system_turns) for item in items)
     by_key = {question.key: number for number, question in reversed(list(enumerate(asked)))}
     if asking is None:
         asking = [position for position, row in enumerate(rows) if not by_key.keys().isdisjoint(question_keys(row))]
     candidates = {position: rows[position] for position in sorted(asking)}
-    overlap = find_overlap(list(candidates.values()), items)
+    overlap = find_overlap(list(candidates.values()), items, by_system_turns=by_system_turns)
     partnered = {id(row) for row, _ in overlap}
     same = {position for position, row in candidates.items() if id(row) in partnered}
     differing = [

@@ -13,6 +13,7 @@ repeated one is not counted twice.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -105,8 +106,12 @@ class EvalOpsClient:
         max_wait_s: float = 30.0,
     ) -> None:
         self.api_url = (api_url or os.environ.get("EVALOPS_API_URL") or DEFAULT_API_URL).rstrip("/")
-        parts = urllib.parse.urlsplit(self.api_url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
+        try:
+            parts = urllib.parse.urlsplit(self.api_url)
+            is_address = parts.scheme in {"http", "https"} and bool(parts.hostname)
+        except ValueError:  # brackets that hold no IPv6 address
+            is_address = False
+        if not is_address:
             raise ConfigurationError(
                 f"EvalOps API address {redact(self.api_url)!r} is no http(s) URL: set EVALOPS_API_URL"
             )
@@ -382,26 +387,42 @@ def submit_or_keep(
     """
     key = idempotency_key or uuid.uuid4().hex
     keep(payload, outbox_path, idempotency_key=key)
+    return _send_kept_one(client, outbox_path, key)
+
+
+def _send_kept_one(client: EvalOpsClient, outbox_path: Path | str, key: str) -> Submission:
     result = flush(outbox_path, client)
     if key in result.answers:
         return Submission(result.answers[key])
     return Submission(None, result.errors[-1])
 
 
-def keep(payload: Mapping[str, Any], outbox_path: Path | str, *, idempotency_key: str, error: str = "") -> None:
-    """Put a submission into the outbox, unless it is there already; `error` says why it was not sent."""
+def keep(
+    payload: Mapping[str, Any], outbox_path: Path | str, *, idempotency_key: str, in_place_of: str | None = None
+) -> None:
+    """Put a submission into the outbox, unless it is there already; `in_place_of` begins the keys of those that it
+    makes wrong, which are taken out."""
     try:
-        known = {row["idempotency_key"] for row in unsent(outbox_path)}
+        waiting = unsent(outbox_path)
     except DataError:
-        known = set()  # whoever sends will be told of the damage; nothing is lost meanwhile
-    if idempotency_key not in known:
-        row = {"idempotency_key": idempotency_key, "kept_at": utc_now(), "error": redact(error)}
-        durable_files.append_line(outbox_path, {**row, "payload": dict(payload)})
+        waiting = []  # whoever sends will be told of the damage; nothing is lost meanwhile
+    if any(row["idempotency_key"] == idempotency_key for row in waiting):
+        return
+    row = {"idempotency_key": idempotency_key, "kept_at": utc_now(), "error": "", "payload": dict(payload)}
+    valid = [row for row in waiting if in_place_of is None or not row["idempotency_key"].startswith(in_place_of)]
+    if len(valid) < len(waiting):
+        durable_files.write_jsonl(outbox_path, [*valid, row])
+    else:
+        durable_files.append_line(outbox_path, row)
 
 
 def unsent(outbox_path: Path | str) -> list[dict[str, Any]]:
-    """The submissions in the outbox, the oldest first: idempotency_key, kept_at, error, payload."""
-    return durable_files.read_jsonl(outbox_path, missing_ok=True)[0]
+    """The submissions in the outbox, the oldest first: idempotency_key, kept_at, error, payload. Raises `DataError`."""
+    rows = durable_files.read_jsonl(outbox_path, missing_ok=True)[0]
+    for number, row in enumerate(rows, start=1):
+        if not (isinstance(row.get("idempotency_key"), str) and isinstance(row.get("payload"), dict)):
+            raise DataError(f"{outbox_path}: submission {number} has no idempotency_key or payload; mend or delete it")
+    return rows
 
 
 def flush(outbox_path: Path | str, client: EvalOpsClient) -> FlushResult:
@@ -449,17 +470,26 @@ def send_kept(outbox_path: Path | str, api_url: str | None, *, attempts: int = 2
         waiting = unsent(outbox_path)
         return flush(outbox_path, EvalOpsClient(api_url, attempts=attempts)) if waiting else FlushResult(0, 0)
     except DataError as err:
-        return FlushResult(0, 0, (str(err),))
+        with durable_files.storage_errors(Path(outbox_path), "read"):
+            kept = sum(bool(line.strip()) for line in Path(outbox_path).read_bytes().splitlines())
+        return FlushResult(0, kept, (str(err),))
     except ConfigurationError as err:
         return FlushResult(0, len(waiting), (str(err),))
 
 
-def submit_round(payload: Mapping[str, Any], outbox_path: Path | str, api_url: str | None, key: str) -> str | None:
+def submit_round(payload: Mapping[str, Any], outbox_path: Path | str, api_url: str | None, round_id: str) -> str | None:
     """`submit_or_keep` for a run, whose result never depends on it: returns why `payload` was not sent, None when it
-    was. A key that is missing by now and a damaged outbox are such reasons too. Raises `StorageError`."""
+    was. A key that is missing by now and a damaged outbox are such reasons too. Raises `StorageError`.
+
+    `round_id` names run and round. A round that is submitted again after a crash is the same submission; one that was
+    trained again is another, and takes the place of what was kept of it.
+    """
+    config = payload["config"]
+    told = durable_files.to_json([config["model"], config["metadata"]["metrics"]], name="submission")
+    key = f"{round_id}-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
     try:
-        keep(payload, outbox_path, idempotency_key=key)
-        return submit_or_keep(EvalOpsClient(api_url), payload, outbox_path, idempotency_key=key).error
+        keep(payload, outbox_path, idempotency_key=key, in_place_of=f"{round_id}-")
+        return _send_kept_one(EvalOpsClient(api_url), outbox_path, key).error
     except (ConfigurationError, DataError) as err:
         return str(err)
 

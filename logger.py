@@ -47,8 +47,16 @@ _SHORTEST_SECRET = 6
 _SECRET_SHAPES = (
     # Keys of the training service; the renderers' package has the same prefix and is no secret.
     (re.compile(r"\btml-(?!renderers\b)[A-Za-z0-9_-]{4,}"), HIDDEN),
-    (re.compile(r"\b(Bearer|Authorization: Basic)\s+(?!\[hidden\])[A-Za-z0-9._~+/=-]{4,}", re.I), rf"\1 {HIDDEN}"),
-    (re.compile(r"(?<=://)[^/\s:@]*:[^/\s]+(?=@)"), HIDDEN),
+    (
+        re.compile(r"\b(Bearer|Authorization: (?:Basic|Token))\s+(?!\[hidden\])[A-Za-z0-9._~+/=-]{4,}", re.IGNORECASE),
+        rf"\1 {HIDDEN}",
+    ),
+    (
+        re.compile(r"\b((?:X-)?Api-?Key[\"']?: ?[\"']?)(?!\[hidden\])[A-Za-z0-9._~+/=-]{6,}", re.IGNORECASE),
+        rf"\1{HIDDEN}",
+    ),
+    # User and password, or a token alone.
+    (re.compile(r"(?<=://)[^/\s?#]+(?=@)"), HIDDEN),
     (
         re.compile(r"([?&](?:api_?key|key|token|access_token|secret|password)=)[^&\s\"']+", re.IGNORECASE),
         rf"\1{HIDDEN}",

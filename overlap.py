@@ -95,8 +95,9 @@ class Asked:
     answer: str = ""
 
     @classmethod
-    def by(cls, item: Asks) -> Asked:
-        system = system_key(item)
+    def by(cls, item: Asks, *, by_system_turns: bool = True) -> Asked:
+        """Of `item`; unless `by_system_turns`, its user turn is the same question under whatever system turns."""
+        system = system_key(item) if by_system_turns else None
         return cls(prompt_key(item), system, "" if system is None else item.target)
 
     def differs(self, row: Asks) -> bool:
@@ -115,10 +116,10 @@ def system_key(row: Asks) -> bytes | None:
     return fingerprint(system) if system else None
 
 
-def find_overlap(rows: Sequence[R], others: Sequence[S]) -> list[tuple[R, S]]:
-    """Pairs (training row, evaluation row) that ask the same. Every row of either side that has a partner is listed
-    at least once, but not every combination, so that the list stays linear in the number of rows."""
-    asked = [Asked.by(other) for other in others]
+def find_overlap(rows: Sequence[R], others: Sequence[S], *, by_system_turns: bool = True) -> list[tuple[R, S]]:
+    """Pairs (training row, evaluation row) that ask the same (see `Asked`). Every row of either side that has a partner
+    is listed at least once, but not every combination, so that the list stays linear in the number of rows."""
+    asked = [Asked.by(other, by_system_turns=by_system_turns) for other in others]
     first_other: dict[Asked, int] = {}
     by_key: dict[bytes, list[Asked]] = {}
     for position, item in enumerate(asked):

@@ -96,7 +96,9 @@ def load_run_data(
         reason = f"the id {quote(other.id)} is also that of {row.where}; a pool needs ids of its own"
         faults.append(Fault(other.source, other.line, reason))
     supply = RowSupply(train.rows, *([pool.rows] if pool else []))
-    evaluation, test = _compare(supply, files.get("evaluation")), _compare(supply, files.get("test"))
+    evaluation = _compare(supply, files.get("evaluation"))
+    # Test rows are kept out without an exception.
+    test = _compare(supply, files.get("test"), by_system_turns=False)
     refused = () if allow_overlap else evaluation.overlap
     faults += [_overlap_fault(row, item, "test") for row, item in test.overlap]
     faults += [_overlap_fault(row, item, "evaluation") for row, item in refused]
@@ -105,7 +107,7 @@ def load_run_data(
     near = {match.position: match for match in (*evaluation.near, *test.near)}
     dropped = {match.position for match in (*test.near, *(() if allow_overlap else evaluation.near))}
     warnings = [warning for loaded in files.values() for warning in loaded.warnings]
-    warnings += _told_differing((*evaluation.differing, *test.differing))
+    warnings += _told_differing(evaluation.differing)
     if pool is not None:
         copies, told = _pool_copies(supply, train.rows, pool)
         dropped |= copies
@@ -131,9 +133,10 @@ def load_run_data(
     )
 
 
-def _compare(supply: RowSupply, held_out: LoadedRows | None) -> Comparison[Row, Row]:
+def _compare(supply: RowSupply, held_out: LoadedRows | None, *, by_system_turns: bool = True) -> Comparison[Row, Row]:
     items = held_out.rows if held_out else ()
-    return compare(supply, items, supply.asking({prompt_key(item) for item in items}).tolist())
+    asking = supply.asking({prompt_key(item) for item in items}).tolist()
+    return compare(supply, items, asking, by_system_turns=by_system_turns)
 
 
 def _told_differing(pairs: Sequence[tuple[Row, Row]]) -> list[str]:

@@ -288,8 +288,13 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
     return found
 
 
-def tell_finished(folder: CheckpointManager, why: str, screen: StructuredLogger) -> dict[str, Any]:
-    """Say that the run is finished, what came out, and `why` changed limits do not reopen it; returns its summary."""
+def tell_finished(
+    folder: CheckpointManager, why: str, screen: StructuredLogger, *, send: bool = True
+) -> dict[str, Any]:
+    """Say that the run is finished, what came out, and `why` changed limits do not reopen it; returns its summary.
+
+    With `send`, what EvalOps has not taken is sent again.
+    """
     summary = folder.load_summary()
     if summary is None or not {"reason", "rounds", "best_round"} <= summary.keys():
         raise CheckpointError(
@@ -297,8 +302,10 @@ def tell_finished(folder: CheckpointManager, why: str, screen: StructuredLogger)
             "Restore the file from a copy."
         )
     screen.say(f"run {folder.run_id} is finished: {summary['reason']}")
-    if folder.outbox_path.exists():
+    if send and folder.outbox_path.exists():
         result = evalops_client.send_kept(folder.outbox_path, folder.load_config().get("evalops_api_url"))
+        for error in result.errors:
+            screen.warn(f"EvalOps did not take what was kept: {error}")
         folder.note_unsent(result.left)
         summary = {**summary, "evalops_unsent": result.left}
     if why:

@@ -61,11 +61,13 @@ def read_body(response: requests.Response, deadline: float, longest: int) -> Non
 @dataclass
 class Watch:
     """What to do while a wait lasts. `note` is told what is waited for, every `WAIT_NOTE_S` seconds however many waits
-    share the watch; `is_alive` says whether the service still answers; `stop` is set when the run shall end."""
+    share the watch; `is_alive` says whether the service still answers; `stop` is set when the run shall end; `queue` is
+    what the service says of its queue, None for one that has none."""
 
     note: Callable[[str], None] | None = None
     is_alive: Callable[[], bool] | None = None
     stop: asyncio.Event | None = None
+    queue: QueueWord | None = field(default_factory=lambda: queue_word)
     _noted_at: float = field(default=float("-inf"), repr=False)
 
     def say(self, text: str) -> None:
@@ -94,7 +96,7 @@ class QueueWord:
         return self._reason if time.monotonic() - self._heard_at < QUEUE_WORD_LASTS_S else None
 
 
-queue_word = QueueWord()
+queue_word: QueueWord = QueueWord()
 """Of the service that this process talks to; `listen_to_queue` keeps it up to date."""
 
 
@@ -125,6 +127,7 @@ def in_thread(call: Callable[[], T]) -> concurrent.futures.Future[T]:
     tries again for minutes.
     """
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()  # whoever stops waiting does not cancel it: its end would be an error then
 
     def work() -> None:
         try:
@@ -139,7 +142,7 @@ def in_thread(call: Callable[[], T]) -> concurrent.futures.Future[T]:
 
 
 async def wait_for(future: Any, what: str, *, limit_s: float = WAIT_LIMIT_S, watch: Watch | None = None) -> Any:
-    """Await an SDK future (or any awaitable) for at most `limit_s` seconds; in the service's queue `QUEUE_LIMIT_S`.
+    """Await an SDK future (or any awaitable) for at most `limit_s` seconds, and `QUEUE_LIMIT_S` in the service's queue.
 
     SDK errors are raised as `error_handling` classes. A passed limit, and a service that has stopped answering, is a
     `ServiceUnavailableError`; a wait that outlasts `STOP_GRACE_S` after `watch.stop` an `InterruptedRunError`.
@@ -150,16 +153,19 @@ async def wait_for(future: Any, what: str, *, limit_s: float = WAIT_LIMIT_S, wat
 
     watch = watch or Watch()
     task = asyncio.ensure_future(result())
-    started = looked_at = time.monotonic()
+    started = looked_at = before = time.monotonic()
+    in_queue = 0.0
     stopped_at: float | None = None
     silent = 0
     try:
         while not task.done():
             now = time.monotonic()
-            queued = queue_word.reason
-            limit = max(limit_s, QUEUE_LIMIT_S) if queued else limit_s
-            if now - started >= limit:
-                raise ServiceUnavailableError(f"gave up after {limit:.0f} s waiting for {what}")
+            queued = watch.queue.reason if watch.queue is not None else None
+            if queued:
+                in_queue += now - before
+            before = now
+            if now - started - in_queue >= limit_s or in_queue >= max(limit_s, QUEUE_LIMIT_S):
+                raise ServiceUnavailableError(f"gave up after {now - started:.0f} s waiting for {what}")
             if watch.stop is not None and watch.stop.is_set():
                 stopped_at = now if stopped_at is None else stopped_at
                 if now - stopped_at >= STOP_GRACE_S:

@@ -136,7 +136,7 @@ async def run_loop(
         with CheckpointManager.open(resolve_run(runs_dir, resume or None), command=command) as folder:
             reopening = run_opening.reopen(folder, config)
             if reopening.config is None:
-                return run_opening.tell_finished(folder, reopening.obstacle, screen)
+                return run_opening.tell_finished(folder, reopening.obstacle, screen, send=not dry_run)
             # A run killed early may not have the adapter that it starts from in its engine yet.
             with tinker_backend.connect(
                 folder.engine_dir, adopt=reopening.config.init_from, adopt_from=folder.run_dir.parent

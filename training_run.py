@@ -613,7 +613,7 @@ class TrainingRun:
 
     async def _abandon_after(self, last: int) -> None:
         """Mark what was begun after round `last` and is in no result; its states are deleted."""
-        self.log.supersede(lambda event: (event.get("round") or 0) > last)
+        self.log.supersede(lambda event: "event" in event and (event["round"] or 0) > last)
         later = [c for c in self.folder.checkpoints() if (c.round or 0) > last and c.gone is None]
         if later:
             await self._starts.let_go(last)
@@ -675,7 +675,7 @@ class TrainingRun:
 
     async def _send(self, send: Callable[[], T], what: str) -> T:
         # In a thread, so that a service which hangs does not keep the run from hearing that it shall stop.
-        watch = tinker_backend.Watch(note=self.log.say, stop=self.stop)
+        watch = tinker_backend.Watch(note=self.log.say, stop=self.stop, queue=None)
         result: T = await tinker_backend.wait_for(asyncio.wrap_future(in_thread(send)), what, watch=watch)
         return result
 

@@ -324,6 +324,13 @@ def test_a_user_turn_under_another_system_turn_with_another_answer_is_another_qu
     ]
     assert [row.id for row, _ in compare(refused, items).overlap] == [row.id for row in refused]
     assert [match.row_id for match in compare([dialogue("n", None, f"Now: {text}", "x")], items).near] == ["n"]
+    # Nothing of the kind lets a test item in.
+    strict = compare(
+        [german, dialogue("near", "Translate to German", f"Now: {text}", "Die")], items, by_system_turns=False
+    )
+    assert [row.id for row, _ in strict.overlap] == ["de"]
+    assert [match.row_id for match in strict.near] == ["near"]
+    assert strict.differing == ()
     # Of several items with that user turn, any that is the same question counts.
     items.append(dialogue("e-de", "Translate to German", text, "Die Lampe an der Mauer ist kaputt"))
     assert [(a.id, b.id) for a, b in compare([german], items).overlap] == [("de", "e-de")]

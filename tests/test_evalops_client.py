@@ -24,7 +24,9 @@ from evalops_client import (
     EvalOpsRequestError,
     EvalOpsTimeoutError,
     flush,
+    send_kept,
     submit_or_keep,
+    submit_round,
     training_results_payload,
     unsent,
 )
@@ -327,6 +329,40 @@ def test_a_submission_that_fails_is_kept_and_sent_later_under_the_same_key(serve
     assert flush(outbox, client_of(up)).sent == 0
 
 
+def test_a_round_trained_again_takes_the_place_of_what_was_kept_of_it(serve: Serve, tmp_path, monkeypatch):
+    monkeypatch.setenv("EVALOPS_API_KEY", KEY)
+    outbox = tmp_path / "outbox.jsonl"
+    service = serve((422, {}, "bad"), (422, {}, "bad"), (422, {}, "bad"), OK, OK)
+
+    def submit_score(round: int, score: float) -> str | None:
+        payload = training_results_payload("s", round, "ckpt", {"score": score}, {"threshold": score})
+        return submit_round(payload, outbox, service.url, f"run-round-{round}")
+
+    assert "422" in (submit_score(1, 0.5) or "")
+    assert "422" in (submit_score(1, 0.5) or ""), "after a crash: the same submission"
+    assert len(unsent(outbox)) == 1
+    assert "422" in (submit_score(1, 0.6) or "")
+    assert [row["payload"]["config"]["metadata"]["metrics"]["score"] for row in unsent(outbox)] == [0.6]
+    assert submit_score(11, 0.7) is None
+    assert not outbox.exists()
+    keys = service.keys()
+    assert keys[0] == keys[1] != keys[2] == keys[3]
+
+
+def test_a_run_goes_on_whatever_is_wrong_with_address_or_outbox(serve: Serve, tmp_path, monkeypatch):
+    monkeypatch.setenv("EVALOPS_API_KEY", KEY)
+    outbox = tmp_path / "outbox.jsonl"
+    payload = training_results_payload("s", 1, "ckpt", {"score": 0.5})
+    assert "no http(s) URL" in (submit_round(payload, outbox, "https://[::1", "r-round-1") or "")
+    assert (send_kept(outbox, "https://[::1").left, len(unsent(outbox))) == (1, 1)
+    outbox.write_text(f'{{"payload": {{}}}}\n{outbox.read_text()}')
+    sent = send_kept(outbox, serve(OK).url)
+    assert (sent.sent, sent.left) == (0, 2)
+    assert "submission 1 has no idempotency_key" in sent.errors[0]
+    assert "submission 1" in (submit_round(payload, outbox, serve(OK).url, "r-round-2") or "")
+    assert len(outbox.read_text().splitlines()) == 3, "kept once"
+
+
 def test_a_submission_that_succeeds_leaves_no_outbox(serve: Serve, tmp_path):
     sent = submit_or_keep(client_of(serve(OK)), {"name": "n"}, tmp_path / "outbox.jsonl")
     assert sent.answer == {"id": "run-1", "status": "pending"}
@@ -505,16 +541,17 @@ def test_waiting_ends_at_its_limit_though_the_service_is_silent_or_asks_for_pati
 
 def test_a_run_is_not_stopped_by_a_missing_key_or_a_damaged_outbox(tmp_path, monkeypatch):
     outbox = tmp_path / "outbox.jsonl"
-    assert "EvalOps needs a key" in (evalops_client.submit_round({"name": "n"}, outbox, None, "r-1") or "")
-    assert [row["idempotency_key"] for row in unsent(outbox)] == ["r-1"]
+    payload = training_results_payload("s", 1, "ckpt", {"score": 0.5})
+    assert "EvalOps needs a key" in (evalops_client.submit_round(payload, outbox, None, "r-1") or "")
+    assert [row["payload"] for row in unsent(outbox)] == [payload]
     result = evalops_client.send_kept(outbox, None)
     assert (result.sent, result.left) == (0, 1)
     assert "EvalOps needs a key" in result.errors[0]
     monkeypatch.setenv("EVALOPS_API_KEY", KEY)
     outbox.write_text("{broken\n" + outbox.read_text())
-    assert "outbox.jsonl:1" in (evalops_client.submit_round({"name": "n"}, outbox, None, "r-2") or "")
+    assert "outbox.jsonl:1" in (evalops_client.submit_round(payload, outbox, None, "r-2") or "")
     assert "outbox.jsonl:1" in evalops_client.send_kept(outbox, None).errors[0]
-    assert '"r-2"' in outbox.read_text()
+    assert '"r-2-' in outbox.read_text()
 
 
 def test_a_flush_writes_into_the_summary_what_is_left(serve: Serve, tmp_path, monkeypatch, capsys):
@@ -545,8 +582,8 @@ def test_a_run_ends_the_same_whatever_evalops_does_and_a_resume_sends_what_is_le
     assert summary["exit_code"] == without["exit_code"]
     figures = [[(row["score"], row["nll"], row["decision"]) for row in one["rounds"]] for one in (summary, without)]
     assert figures[0] == figures[1]
-    keys = [f"{summary['run_id']}-round-{number}" for number in (0, 1)]
-    assert [row["idempotency_key"] for row in unsent(run_dir / "evalops_outbox.jsonl")] == keys
+    keys = [row["idempotency_key"] for row in unsent(run_dir / "evalops_outbox.jsonl")]
+    assert [key.rpartition("-")[0] for key in keys] == [f"{summary['run_id']}-round-{number}" for number in (0, 1)]
 
     down.script, down.requests = [OK], []
     assert trainer_with_eval.main(["--resume", str(run_dir)]) == summary["exit_code"]

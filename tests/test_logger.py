@@ -85,11 +85,13 @@ def test_secrets_are_masked_wherever_they_stand(monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false-value")
     text = redact(
         "a marked-tinker-key b marked-token c tml-AbC_123-x d Bearer abcdef.ghi e https://me:pw@host/?api_key=zzz&x=1 "
-        "f false-value g tml-renderers>=0.4"
+        "f false-value g tml-renderers>=0.4 h https://ghp_abc123@host/x i X-API-Key: 0a1b2c3d "
+        "j Authorization: Token zxcvbn k https://host/a@b"
     )
     assert text == (
         "a [hidden] b [hidden] c [hidden] d Bearer [hidden] e https://[hidden]@host/?api_key=[hidden]&x=1 "
-        "f false-value g tml-renderers>=0.4"
+        "f false-value g tml-renderers>=0.4 h https://[hidden]@host/x i X-API-Key: [hidden] "
+        "j Authorization: Token [hidden] k https://host/a@b"
     )
     assert redact(text) == text
 

@@ -293,8 +293,31 @@ async def test_in_the_queue_a_wait_may_outlast_its_limit_but_not_that_of_the_que
     monkeypatch.setattr(service_waits, "QUEUE_LIMIT_S", 0.1)
     with pytest.raises(ServiceUnavailableError, match="gave up after 0 s waiting for a step"):
         await service_waits.wait_for(asyncio.sleep(30), "a step", limit_s=0.05)
-    word.hear("active", None)
+    # The time in the queue is no time at work: a request whose turn has come still has all of its own.
+    monkeypatch.setattr(service_waits, "QUEUE_LIMIT_S", 60.0)
+    asyncio.get_running_loop().call_later(0.5, word.hear, "active", None)
+    assert await service_waits.wait_for(asyncio.sleep(0.7, "done"), "a step", limit_s=0.4) == "done"
     assert word.reason is None
+    word.hear("paused_capacity", None)
+    watch = service_waits.Watch(queue=None)
+    with pytest.raises(ServiceUnavailableError, match="gave up after 0 s waiting for EvalOps"):
+        await service_waits.wait_for(asyncio.sleep(30), "EvalOps", limit_s=0.05, watch=watch)
+
+
+async def test_a_call_that_nobody_waits_for_any_more_ends_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    go_on = threading.Event()
+    threads = set(threading.enumerate())
+
+    def fail() -> None:
+        go_on.wait(30)
+        raise ValueError("a request with its key")
+
+    with pytest.raises(ServiceUnavailableError, match="gave up"):
+        await service_waits.wait_for(asyncio.wrap_future(service_waits.in_thread(fail)), "it", limit_s=0.05)
+    go_on.set()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(30)
+    assert "key" not in capsys.readouterr().err
 
 
 async def test_waits_that_share_a_watch_speak_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
