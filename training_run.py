@@ -633,7 +633,7 @@ class TrainingRun:
 
     async def _abandon_after(self, last: int) -> None:
         """Mark what was begun after round `last` and is in no result; its states are deleted."""
-        self.log.supersede(lambda event: (event.get("round") or 0) > last)
+        self.log.supersede(lambda event: "event" in event and (event["round"] or 0) > last)
         later = [c for c in self.folder.checkpoints() if (c.round or 0) > last and c.gone is None]
         if later:
             await self._starts.let_go(last)
