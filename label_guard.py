@@ -4,11 +4,14 @@ A row is set aside when its label's loss is above 1.5 nats **and** most of its 1
 and only if the model already knows the class: in the evaluation it finds at least half of the class's samples (recall),
 and at least half of what it puts there belongs there (precision), in every task that has the label. A class it does not
 know yet has high losses everywhere, and the rule would throw away nearly half of its good rows; a class it gives nearly
-every sample has a full recall and is not known either. Rows are listed for a person, never deleted.
+every sample has a full recall and is not known either. Recall and precision may rest on a few samples: so the losses
+must agree, and a class of which half of the measured rows or more have a high one is not known. Rows are listed for a
+person, never deleted.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -70,8 +73,13 @@ def suspect_labels(
     for number, label in enumerate(labels):
         label_of[supply.answering(label)] = number
     label_of[~allowed] = -1
-    high = {at: loss for name, loss in row_losses.items() if loss > MIN_LOSS and (at := supply.find(name)) is not None}
-    judged = [at for at in sorted(high) if label_of[at] >= 0 and labels[label_of[at]] in known]
+    measured = {at: loss for name, loss in row_losses.items() if (at := supply.find(name)) is not None}
+    high = {at: loss for at, loss in measured.items() if loss > MIN_LOSS}
+    n_measured, n_high = (Counter(int(label_of[at]) for at in rows) for rows in (measured, high))
+    known_here = {
+        label for label in n_high if label >= 0 and labels[label] in known and 2 * n_high[label] < n_measured[label]
+    }
+    judged = [at for at in sorted(high) if int(label_of[at]) in known_here]
     rows = [supply[at] for at in judged]
     suspects = []
     nearest = index.nearest([question_text(row) for row in rows], limit=NEIGHBOURS + 1, among=label_of >= 0)

@@ -614,7 +614,8 @@ def test_guard_needs_more_than_half_of_at_least_five_neighbours(others, disagree
 
     samples = evaluation(("billing", "refund"), ())
     allowed = np.ones(len(rows), dtype=bool)
-    found = suspect_labels(RowSupply(rows), allowed, Nearest(), samples, {"train:0": 3.0})
+    losses = {each.id: 0.2 for each in rows} | {"train:0": 3.0}
+    found = suspect_labels(RowSupply(rows), allowed, Nearest(), samples, losses)
     assert len(found) == set_aside
 
 
@@ -623,6 +624,14 @@ def test_guard_says_when_it_could_not_be_applied():
     assert not any("guard" in note for note in select(guard_rows(), samples=evaluation(), count=4).notes)
     chosen = guarded({"train:24": 3.0})
     assert any("of the 1 rows measured" in note for note in chosen.notes)
+
+
+def test_guard_leaves_a_class_alone_whose_rows_mostly_have_high_losses():
+    # A few samples may make a class look known: 6 of 13 high losses are fewer than half, 7 are not.
+    losses = {f"train:{n}": 0.2 for n in range(24)} | {"train:24": 3.0}
+    six = losses | {f"train:{n}": 2.0 for n in range(12, 17)}
+    assert [aside.row.id for aside in guarded(six).set_aside] == ["train:24"]
+    assert guarded(six | {"train:17": 2.0}).set_aside == ()
 
 
 def test_guard_leaves_a_class_alone_that_gets_nearly_every_reply():
