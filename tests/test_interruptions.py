@@ -11,11 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import requests
-from mini_run import MODEL, mini_run
+from mini_run import colour_rows, mini_run, write_config
 from sdk_clients import KEY
 
 import trainer_with_eval
@@ -62,24 +61,6 @@ def wait_until(true: Callable[[], bool], process: subprocess.Popen[str]) -> None
         time.sleep(0.01)
 
 
-def write_config(folder: Path, rows: int, **changes: Any) -> Path:
-    lines = [{"question": f"The colour of thing {n}?", "answer": ("red", "blue")[n % 2]} for n in range(rows)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
-    config = {
-        "base_model": MODEL,
-        "train_file": "rows.jsonl",
-        "eval_file": "rows.jsonl",
-        "allow_overlap": True,
-        "lora_rank": 4,
-        "eval_threshold": 0.0,
-        "max_rounds": 1,
-        "selection": {"strategy": "none"},
-        **changes,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder / "config.json"
-
-
 @pytest.mark.parametrize(
     ("evaluator", "signals"), [("simple", (signal.SIGINT, "twice")), ("inspect", (signal.SIGTERM, "kill"))]
 )
@@ -89,7 +70,9 @@ def test_answered_samples_are_never_asked_again(tmp_path, monkeypatch, server, e
     monkeypatch.setenv("TINKER_BASE_URL", server.base_url)
     monkeypatch.setenv("TINKER_API_KEY", KEY)
     runs = tmp_path / "runs"
-    config = write_config(tmp_path, ROWS, evaluation={"evaluator": evaluator, "max_tokens": 2})
+    config = write_config(
+        tmp_path, colour_rows(ROWS), eval_threshold=0.0, evaluation={"evaluator": evaluator, "max_tokens": 2}
+    )
 
     def answered() -> list[str]:
         return [line for path in runs.glob("*/samples/round_00.jsonl") for line in path.read_text().splitlines()]
@@ -131,7 +114,7 @@ def test_answered_samples_are_never_asked_again(tmp_path, monkeypatch, server, e
 
 
 def test_a_reader_that_leaves_ends_no_run(tmp_path):
-    config = write_config(tmp_path, 4, evaluation={"evaluator": "simple", "max_tokens": 2})
+    config = write_config(tmp_path, colour_rows(4), eval_threshold=0.0)
     process = start("--config", config, "--runs-dir", tmp_path / "runs", TINKER_MOCK="1")
     assert process.stdout is not None
     assert process.stdout.readline().startswith("service:")
@@ -147,8 +130,7 @@ def test_a_disk_that_fills_up_in_a_save_is_told_and_the_run_goes_on_once_there_i
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000));"
         "import trainer_with_eval; sys.exit(trainer_with_eval.main(sys.argv[1:]))"
     )
-    settings = {"batch_size": 2, "steps_per_round": 2, "learning_rate": 1e-3, "eval_threshold": 1.0}
-    config = write_config(tmp_path, 4, **settings, evaluation={"evaluator": "simple", "max_tokens": 2})
+    config = write_config(tmp_path, colour_rows(4), steps_per_round=2)
     runs = ["--runs-dir", str(tmp_path / "runs")]
     done = subprocess.run(
         [sys.executable, "-c", limited, "--config", str(config), *runs],
@@ -171,8 +153,7 @@ def test_a_disk_that_fills_up_in_a_save_is_told_and_the_run_goes_on_once_there_i
 
 def test_code_of_the_users_that_ends_the_program_is_no_end_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "leaving.py").write_text("import sys\n\ndef leave(request):\n    sys.exit(0)\n")
-    short = {"evaluator": "simple", "max_tokens": 2}
-    config = write_config(tmp_path, 4, eval_threshold=1.0, selection={"strategy": "leaving:leave"}, evaluation=short)
+    config = write_config(tmp_path, colour_rows(4), selection={"strategy": "leaving:leave"})
     process = start("--config", config, "--runs-dir", tmp_path / "runs", TINKER_MOCK="1")
     shown, _ = process.communicate(timeout=300)
     assert process.returncode == 1, shown
@@ -180,7 +161,7 @@ def test_code_of_the_users_that_ends_the_program_is_no_end_of_the_run(tmp_path: 
 
 
 def test_with_no_standard_output_at_all_a_run_comes_to_its_end(tmp_path: Path) -> None:
-    config = write_config(tmp_path, 4, evaluation={"evaluator": "simple", "max_tokens": 2})
+    config = write_config(tmp_path, colour_rows(4), eval_threshold=0.0)
     words = [sys.executable, str(ROOT / "trainer_with_eval.py"), "--config", str(config), "--runs-dir"]
     command = f'exec "$@" "{tmp_path}/runs" >&-'
     done = subprocess.run(

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from inspect_ai.log import read_eval_log
+from mini_run import MODEL, colour_rows, write_config
 
 import evalops_client
 import trainer_with_eval
@@ -24,7 +25,6 @@ from logger import redact, visible
 from mock_tinker import LocalTinkerServer
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = "Qwen/Qwen3-8B"
 TINKER_KEY = "tml-tinkermarked42"
 SECRETS = {
     "TINKER_API_KEY": TINKER_KEY,
@@ -61,30 +61,6 @@ def evalops() -> Iterator[Any]:
     server.server_close()
 
 
-def write_run(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    config = {
-        "base_model": MODEL,
-        "train_file": "rows.jsonl",
-        "eval_file": "rows.jsonl",
-        "allow_overlap": True,
-        "lora_rank": 4,
-        "learning_rate": 1e-3,
-        "min_lr": 0.0,
-        "warmup_steps": 0,
-        "batch_size": 2,
-        "steps_per_round": 2,
-        "max_rounds": 1,
-        "eval_threshold": 1.0,
-        "evaluation": {"evaluator": "simple", "max_tokens": 2},
-        "selection": {"strategy": "none"},
-        **changes,
-    }
-    path = folder / "config.json"
-    path.write_text(json.dumps(config), encoding="utf-8")
-    return path
-
-
 class CommandLines(threading.Thread):
     """Collects the arguments of every process of this machine while it runs."""
 
@@ -105,9 +81,10 @@ class CommandLines(threading.Thread):
 def test_no_key_is_left_by_a_whole_run_with_all_that_can_go_wrong(
     tmp_path: Path, evalops: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config = write_run(
+    config = write_config(
         tmp_path,
-        [{"question": f"The colour of thing {n}?", "answer": ("red", "blue")[n % 2]} for n in range(4)],
+        colour_rows(4),
+        steps_per_round=2,
         evaluation={"evaluator": "inspect", "max_tokens": 2},
         prices={MODEL: {"prefill": 0.1, "sample": 0.2, "train": 0.3}},
         evalops_enabled=True,
@@ -217,7 +194,8 @@ def test_evil_text_stays_text_on_the_terminal_in_logs_and_on_the_page(tmp_path: 
         {"id": f"{n}{evil}", "question": f"{n} {forged}", "answer": f"{n} {forged}", "kind": f"{n % 2} {forged}"}
         for n in range(4)
     ]
-    config = write_run(tmp_path, rows, evaluation={"evaluator": "simple", "max_tokens": 2, "category_field": "kind"})
+    asked = {"evaluator": "simple", "max_tokens": 2, "category_field": "kind"}
+    config = write_config(tmp_path, rows, steps_per_round=2, evaluation=asked)
     shown = on_a_terminal([sys.executable, str(ROOT / "trainer_with_eval.py"), "--config", str(config)], tmp_path)
     assert "weakest: " in shown
     assert "\\x1b]0;owned\\x07" in shown, "the evil text is shown"
